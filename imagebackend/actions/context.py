@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every action works with, and the steps that several actions share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from oslo_config import cfg
+from oslo_log import log
+
+from imagebackend import exceptions as exc
+from imagebackend.backends.base import (
+    Backend,
+    Blank,
+    Fill,
+    FromGeneration,
+    FromImage,
+    Record,
+)
+from imagebackend.backends.loader import Backends
+from imagebackend.host import Host
+from imagebackend.images.access import CachedAccess, load_source
+from imagebackend.images.base import ImageSource
+from imagebackend.images.cache import ImageCache
+from imagebackend.model import (
+    CachedImage,
+    Connection,
+    Creation,
+    Disk,
+    DiskSpec,
+    DiskState,
+    FileSource,
+    Generation,
+    GenerationState,
+    Handle,
+    ImageInfo,
+    Instance,
+    Placement,
+    ProgressCallback,
+    Source,
+    from_json,
+)
+from imagebackend.selection import Recipe, Selection
+from imagebackend.store.operations import Operation, Operations
+from imagebackend.store.rows import (
+    AttachmentRow,
+    DiskRow,
+    GenerationRow,
+    OwnerRow,
+    Reader,
+    Store,
+    Transaction,
+)
+
+LOG = log.getLogger(__name__)
+
+
+class Context:
+    """One host's view. Keeps its argument; everything opens when first used."""
+
+    def __init__(self, conf: cfg.ConfigOpts) -> None:
+        self.conf = conf
+        self.host = Host(conf)
+        self.store = Store(conf)
+        self.operations = Operations(self.store, self.host)
+        self.backends = Backends(conf, lambda: self.deployment_id)
+        self._lock = threading.RLock()
+        self._deployment_id: str | None = None
+        self._source: ImageSource | None = None
+        self._cache: ImageCache | None = None
+
+    @property
+    def deployment_id(self) -> str:
+        with self._lock:
+            if self._deployment_id is None:
+                with self.store.reading() as rows:
+                    self._deployment_id = rows.meta("deployment_id")
+            return self._deployment_id
+
+    @property
+    def source(self) -> ImageSource:
+        with self._lock:
+            if self._source is None:
+                self._source = load_source(self.conf)
+            return self._source
+
+    @property
+    def cache(self) -> ImageCache:
+        with self._lock:
+            if self._cache is None:
+                self._cache = ImageCache(self.conf, self.host.id)
+            return self._cache
+
+    def backend(self, row: GenerationRow) -> Backend:
+        return self.backends.get(row.backend)
+
+    def generation(self, row: GenerationRow) -> Generation:
+        return row.generation(self.deployment_id)
+
+    def image(self, image_id: str, auth: Any = None) -> ImageInfo:
+        """What is known of an image; its virtual size too if it is in the cache."""
+        info = self.source.get(image_id, auth=auth)
+        if info.virtual_size is None:
+            cached = self.cache.lookup(self.cache.entry_name(info))
+            if cached is not None:
+                info = dataclasses.replace(info, virtual_size=cached.virtual_size)
+        return info
+
+    def selection(self, auth: Any = None) -> Selection:
+        return Selection(
+            self.conf,
+            self.backends,
+            lambda image_id: self.image(image_id, auth),
+            self._base_size,
+        )
+
+    def _base_size(self, disk_id: str) -> int:
+        with self.store.reading() as rows:
+            row = rows.disk(disk_id)
+        if row is None:
+            raise exc.DiskNotFound(f"base disk {disk_id} is not recorded", disk=disk_id)
+        return row.size
+
+    # --- generations ---------------------------------------------------------
+
+    def new_generation(
+        self,
+        disk_id: str,
+        disk_name: str,
+        instance_id: str | None,
+        project_id: str,
+        recipe: Recipe,
+        placement: Placement,
+        operation_id: str,
+        image: ImageInfo | None,
+    ) -> GenerationRow:
+        """The row that precedes the object."""
+        return GenerationRow(
+            id=str(uuid.uuid4()),
+            disk_id=disk_id,
+            disk_name=disk_name,
+            instance_id=instance_id,
+            project_id=project_id,
+            host_id=self.host.id,
+            state=GenerationState.NEW,
+            operation_id=operation_id,
+            backend=placement.backend,
+            scope=placement.scope,
+            size=placement.size,
+            format=placement.format,
+            shareable=recipe.shareable,
+            handle=placement.handle,
+            entry=(
+                self.cache.entry_name(image)
+                if placement.uses_cache and image is not None
+                else ""
+            ),
+            image=recipe.image,
+        )
+
+    def make(
+        self,
+        row: GenerationRow,
+        recipe: Recipe,
+        image: ImageInfo | None,
+        auth: Any = None,
+        progress: ProgressCallback | None = None,
+    ) -> Creation:
+        """Create the object of a committed row and commit what came of it."""
+        with self._fill(row, recipe, image, auth, progress) as fill:
+            creation = self.backend(row).create(
+                self.generation(row), fill, self.recorder(row)
+            )
+        with self.store.writing() as tx:
+            tx.update_generation(
+                row.id,
+                handle=creation.handle,
+                size=creation.size,
+                format=creation.format,
+                path=str(creation.path),
+                scope=creation.scope or row.scope,
+            )
+        return creation
+
+    def recorder(self, row: GenerationRow) -> Record:
+        def record(handle: Handle) -> None:
+            with self.store.writing() as tx:
+                tx.update_generation(row.id, handle=dict(handle))
+
+        return record
+
+    @contextlib.contextmanager
+    def _fill(
+        self,
+        row: GenerationRow,
+        recipe: Recipe,
+        image: ImageInfo | None,
+        auth: Any,
+        progress: ProgressCallback | None,
+    ) -> Iterator[Fill]:
+        if image is not None:
+            access = CachedAccess(
+                self.source, self.cache, image, auth=auth, progress=progress
+            )
+            yield FromImage(_Fitting(access, row))
+        elif recipe.base is not None:
+            with self._base_source(recipe.base) as (source, size, generation):
+                yield FromGeneration(source, size, generation)
+        elif recipe.path is not None:
+            source = FileSource(recipe.path, "raw")
+            yield FromGeneration(source, row.size)
+        else:
+            yield Blank(recipe.fs, recipe.label)
+
+    @contextlib.contextmanager
+    def _base_source(self, disk_id: str) -> Iterator[tuple[Source, int, Generation]]:
+        """An existing disk, connected read-only for the block."""
+        with self.store.reading() as rows:
+            disk = rows.disk(disk_id)
+            if disk is None or disk.generation_id is None:
+                raise exc.DiskNotFound(
+                    f"base disk {disk_id} is not recorded", disk=disk_id
+                )
+            base = rows.generation(disk.generation_id)
+            attached = rows.attachments(disk.generation_id)
+        if base is None or attached:
+            raise exc.Busy(
+                f"base disk {disk_id} is connected: disconnect it first, so that one "
+                f"point in time is copied",
+                disk=disk_id,
+            )
+        generation = self.generation(base)
+        backend = self.backend(base)
+        connection = backend.connect(
+            generation, self.host.connector, lambda _handle: None, readonly=True
+        )
+        try:
+            yield connection.source, disk.size, generation
+        finally:
+            backend.disconnect(generation, connection)
+
+    # --- connections ---------------------------------------------------------
+
+    def connect(
+        self, row: GenerationRow, attachment: AttachmentRow
+    ) -> Connection:
+        """Connect for a committed attachment row; again gives fresh info."""
+
+        def record(handle: Handle) -> None:
+            with self.store.writing() as tx:
+                tx.update_attachment(attachment, handle=dict(handle))
+
+        return self.backend(row).connect(
+            self.generation(row),
+            self.host.connector,
+            record,
+            readonly=attachment.readonly,
+        )
+
+    def disconnect(self, attachment: AttachmentRow) -> None:
+        """Let go on this host: storage first, then the row."""
+        if attachment.host_id != self.host.id:
+            raise exc.HostConflict(
+                f"generation {attachment.generation_id} is connected to host "
+                f"{attachment.host_id}: only that host can let go of it",
+                host=attachment.host_id,
+                generation=attachment.generation_id,
+            )
+        with self.store.reading() as rows:
+            row = rows.generation(attachment.generation_id)
+            others = [
+                other
+                for other in rows.attachments(attachment.generation_id)
+                if other.host_id == attachment.host_id
+                and other.instance_id != attachment.instance_id
+            ]
+        if row is not None and not others:
+            # The source is not needed to let go, and may be stale by now.
+            stale = Connection(
+                FileSource("/", row.format), attachment.host_id, attachment.handle
+            )
+            self.backend(row).disconnect(self.generation(row), stale)
+        with self.store.writing() as tx:
+            tx.delete(attachment)
+
+    # --- what the caller sees ------------------------------------------------
+
+    def disk(self, rows: Reader, row: DiskRow, owner: OwnerRow | None) -> Disk:
+        current = rows.generation(row.generation_id) if row.generation_id else None
+        owners = [each.instance_id for each in rows.owners(row.id)]
+        attached = rows.attachments(row.generation_id) if row.generation_id else []
+        return Disk(
+            id=row.id,
+            name=owner.name if owner else row.name,
+            instance_id=owner.instance_id if owner else None,
+            project_id=row.project_id,
+            role=row.role,
+            lifecycle=row.lifecycle,
+            state=row.state,
+            size=row.size,
+            backend=current.backend if current else "",
+            format=current.format if current else "",
+            shareable=row.shareable,
+            bus=owner.bus if owner else "",
+            device=owner.device if owner else "",
+            cdrom=row.cdrom,
+            connected=any(
+                owner is None or each.instance_id == owner.instance_id
+                for each in attached
+            ),
+            owners=tuple(owners),
+            generation_id=row.generation_id,
+            handle=current.handle if current else {},
+            image=row.image,
+            reason=row.reason,
+            operation=row.operation_id or "",
+        )
+
+
+class _Fitting:
+    """An image that must fit into the generation that it fills."""
+
+    def __init__(self, access: CachedAccess, row: GenerationRow) -> None:
+        self._access = access
+        self._row = row
+
+    @property
+    def info(self) -> ImageInfo:
+        return self._access.info
+
+    def locations(self) -> Sequence[str]:
+        return self._access.locations()
+
+    @contextlib.contextmanager
+    def cached(self) -> Iterator[CachedImage]:
+        with self._access.cached() as image:
+            if image.virtual_size > self._row.size:
+                raise exc.SizeRefused(
+                    f"image {self.info.id} needs {image.virtual_size} bytes, disk "
+                    f"{self._row.disk_name!r} has {self._row.size}",
+                    image=self.info.id,
+                    size=self._row.size,
+                    needed=image.virtual_size,
+                )
+            yield image
+
+
+def recipe_of(row: DiskRow) -> Recipe:
+    return from_json(Recipe, row.spec)
+
+
+def instance_of(request: str) -> Instance:
+    """The instance in a recorded request."""
+    return from_json(Instance, json.loads(request)["instance"])
+
+
+def specs_of(request: str) -> list[DiskSpec]:
+    """The disk specs in a recorded request."""
+    return [from_json(DiskSpec, each) for each in json.loads(request)["disks"]]
+
+
+def free(row: DiskRow, verb: str) -> DiskRow:
+    """:raises Busy, Conflict: the disk is not settled, or needs a person."""
+    if row.operation_id is not None:
+        raise exc.Busy(
+            f"cannot {verb} disk {row.id}: it is {row.state}, by operation "
+            f"{row.operation_id}",
+            disk=row.id,
+            operation=row.operation_id,
+        )
+    if row.state is DiskState.FAILED and verb not in ("destroy", "delete"):
+        raise exc.Conflict(
+            f"cannot {verb} disk {row.id}: it failed ({row.reason}); delete it, or "
+            f"repair it as the operator guide says",
+            disk=row.id,
+            reason=row.reason,
+        )
+    return row
+
+
+def hold(
+    tx: Transaction, row: DiskRow, state: DiskState, operation: Operation
+) -> DiskRow:
+    """Into a running state; ``back`` says which one it came from."""
+    return tx.update_disk(
+        row, state=state, back=str(row.state), operation_id=operation.id, reason=""
+    )
+
+
+def settle_disk(tx: Transaction, row: DiskRow, **changes: Any) -> DiskRow:
+    """Back to the settled state that it came from, or as the changes say."""
+    values: dict[str, Any] = {
+        "state": DiskState(row.back or DiskState.READY),
+        "back": "",
+        "operation_id": None,
+    }
+    return tx.update_disk(row, **(values | changes))
+
+
+Settle = Callable[[Operation], None]

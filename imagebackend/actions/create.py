@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""create: an instance's disks, all of them or none."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import exc as sa_exc
+
+from imagebackend import exceptions as exc
+from imagebackend import model
+from imagebackend.actions.context import Context, free, settle_disk
+from imagebackend.actions.settle import settle
+from imagebackend.model import (
+    Change,
+    Creation,
+    DiskChange,
+    DiskSpec,
+    DiskState,
+    GenerationState,
+    ImageInfo,
+    Instance,
+    Placement,
+    Plan,
+    PlannedDisk,
+    ProgressCallback,
+)
+from imagebackend.selection import Recipe, Wanted, next_device
+from imagebackend.store.operations import Operation
+from imagebackend.store.rows import (
+    DiskRow,
+    GenerationRow,
+    InstanceRow,
+    OwnerRow,
+    Transaction,
+)
+
+
+def plan(
+    ctx: Context, instance: Instance, disks: Sequence[DiskSpec], auth: Any = None
+) -> Plan:
+    """What ``create`` would do; no effect."""
+    selection = ctx.selection(auth)
+    planned: list[PlannedDisk] = []
+    attached: list[str] = []
+    devices: list[str] = []
+    for wanted in selection.wanted(instance, disks):
+        device = next_device(wanted.bus, devices)
+        devices.append(device)
+        recipe = wanted.recipe
+        if recipe is None:
+            attached.append(str(wanted.disk_id))
+            continue
+        placement = selection.place(recipe, instance, wanted.image)
+        planned.append(
+            PlannedDisk(
+                name=wanted.name,
+                role=recipe.role,
+                lifecycle=recipe.lifecycle,
+                size=placement.size,
+                placement=placement,
+                bus=wanted.bus,
+                device=device,
+                image=recipe.image,
+                shareable=recipe.shareable,
+                cdrom=recipe.cdrom,
+                why=wanted.why,
+            )
+        )
+    return Plan(instance.id, tuple(planned), tuple(attached))
+
+
+def create(
+    ctx: Context,
+    instance: Instance,
+    disks: Sequence[DiskSpec],
+    *,
+    auth: Any = None,
+    progress: ProgressCallback | None = None,
+) -> Change:
+    """See :meth:`imagebackend.manager.DiskManager.create`."""
+    wanted = ctx.selection(auth).wanted(instance, disks)
+    request = request_text(instance, disks)
+    same = _already(ctx, instance, request)
+    if same is not None:
+        return same
+    with ctx.operations.begin(
+        "create", instance.id, lambda operation: settle(ctx, operation)
+    ) as operation:
+        same = _already(ctx, instance, request)
+        if same is not None:
+            with ctx.store.writing() as tx:
+                operation.finish(tx)
+            return same
+        batch = Batch(ctx, operation, instance, auth, progress)
+        placements = batch.place(wanted)
+        with ctx.store.writing() as tx:
+            tx.insert(
+                InstanceRow(instance.id, instance.project_id, ctx.host.id, request)
+            )
+            batch.announce(tx, wanted, placements, [])
+        created = batch.make()
+        with ctx.store.writing() as tx:
+            attached = batch.complete(tx)
+            operation.finish(tx)
+    return Change(instance.id, created=created, kept=attached)
+
+
+def request_text(instance: Instance, disks: Sequence[DiskSpec]) -> str:
+    """What was asked for, comparable as text."""
+    return model.dumps({"instance": instance, "disks": list(disks)})
+
+
+def _already(ctx: Context, instance: Instance, request: str) -> Change | None:
+    """The disks that a former, equal request made."""
+    with ctx.store.reading() as rows:
+        row = rows.instance(instance.id)
+        if row is None:
+            return None
+        running = rows.operation(instance.id)
+        owned = rows.owned(instance.id)
+        handles = {
+            disk.id: current.handle
+            for _, disk in owned
+            if disk.generation_id
+            and (current := rows.generation(disk.generation_id)) is not None
+        }
+    if running is not None and running.verb == "create":
+        return None  # begin() tells whether its owner lives
+    if row.request != request:
+        raise exc.Conflict(
+            f"instance {instance.id} exists already and was asked for differently: use "
+            f"update, rebuild or resize to change it",
+            instance=instance.id,
+        )
+    for _, disk in owned:
+        free(disk, "create")
+    return Change(
+        instance.id,
+        kept=tuple(
+            DiskChange(
+                disk.id,
+                owner.name,
+                disk.size,
+                old=handles.get(disk.id),
+                new=handles.get(disk.id),
+            )
+            for owner, disk in owned
+        ),
+    )
+
+
+class Batch:
+    """Disks that are made together within one operation."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        operation: Operation,
+        instance: Instance,
+        auth: Any = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        self._ctx = ctx
+        self._operation = operation
+        self._instance = instance
+        self._auth = auth
+        self._progress = progress
+        self._new: list[tuple[str, Recipe, ImageInfo | None, GenerationRow]] = []
+        self._attach: list[OwnerRow] = []
+
+    def place(self, wanted: Sequence[Wanted]) -> list[Placement | None]:
+        """A placement for each disk that is to be made; asks storages, so it is done
+        before a transaction begins."""
+        selection = self._ctx.selection(self._auth)
+        return [
+            each.recipe and selection.place(each.recipe, self._instance, each.image)
+            for each in wanted
+        ]
+
+    def announce(
+        self,
+        tx: Transaction,
+        wanted: Sequence[Wanted],
+        placements: Sequence[Placement | None],
+        present: Sequence[tuple[OwnerRow, DiskRow]],
+    ) -> None:
+        """Rows that precede the objects, in the caller's transaction.
+
+        :param present: disks that the instance has and keeps.
+        """
+        ctx, operation = self._ctx, self._operation
+        devices = [owner.device for owner, _ in present]
+        position = max([owner.position for owner, _ in present], default=-1)
+        for each, placement in zip(wanted, placements, strict=True):
+            position += 1
+            device = next_device(each.bus, devices)
+            devices.append(device)
+            if each.recipe is None or placement is None:
+                owner = OwnerRow(
+                    str(each.disk_id),
+                    self._instance.id,
+                    each.name,
+                    each.bus,
+                    device,
+                    position,
+                )
+                self._claim(tx, owner)
+                continue
+            disk = self._disk_row(each.name, each.recipe, placement)
+            row = ctx.new_generation(
+                disk.id,
+                each.name,
+                self._instance.id,
+                self._instance.project_id,
+                each.recipe,
+                placement,
+                operation.id,
+                each.image,
+            )
+            tx.insert(
+                disk,
+                OwnerRow(
+                    disk.id, self._instance.id, each.name, each.bus, device, position
+                ),
+                row,
+            )
+            self._new.append((each.name, each.recipe, each.image, row))
+
+    def replace(
+        self,
+        tx: Transaction,
+        owner: OwnerRow,
+        disk: DiskRow,
+        recipe: Recipe,
+        image: ImageInfo | None,
+        placement: Placement,
+    ) -> GenerationRow:
+        """A new generation's row for an existing disk."""
+        row = self._ctx.new_generation(
+            disk.id,
+            owner.name,
+            self._instance.id,
+            disk.project_id,
+            recipe,
+            placement,
+            self._operation.id,
+            image,
+        )
+        tx.insert(row)
+        self._new.append((owner.name, recipe, image, row))
+        return row
+
+    def make(self) -> tuple[DiskChange, ...]:
+        """Make all objects that were announced."""
+        return tuple(
+            self._change(name, row, self._make_one(recipe, image, row))
+            for name, recipe, image, row in self._new
+        )
+
+    def complete(self, tx: Transaction) -> tuple[DiskChange, ...]:
+        """New disks become ready; existing ones, which were attached, are returned."""
+        for disk in tx.disks_of(self._operation.id):
+            if disk.state is not DiskState.CREATING:
+                continue
+            (row,) = tx.generations(disk.id)
+            tx.update_generation(
+                row.id, state=GenerationState.CURRENT, operation_id=None
+            )
+            settle_disk(
+                tx,
+                disk,
+                state=DiskState.READY,
+                generation_id=row.id,
+                size=row.size,
+            )
+        attached = []
+        for owner in self._attach:
+            existing = tx.disk(owner.disk_id)
+            if existing is None:
+                raise exc.Superseded(f"disk {owner.disk_id} was deleted meanwhile")
+            self._may_attach(tx, existing)
+            with _taken(owner):
+                tx.insert(owner)
+            tx.update_disk(existing, state=DiskState.READY)
+            attached.append(DiskChange(existing.id, owner.name, existing.size))
+        return tuple(attached)
+
+    def _make_one(
+        self, recipe: Recipe, image: ImageInfo | None, row: GenerationRow
+    ) -> Creation:
+        return self._ctx.make(row, recipe, image, self._auth, self._progress)
+
+    @staticmethod
+    def _change(name: str, row: GenerationRow, creation: Creation) -> DiskChange:
+        return DiskChange(
+            str(row.disk_id),
+            name,
+            creation.size,
+            new=creation.handle,
+            path=creation.path,
+        )
+
+    def _disk_row(self, name: str, recipe: Recipe, placement: Placement) -> DiskRow:
+        return DiskRow(
+            id=str(uuid.uuid4()),
+            name=name,
+            project_id=self._instance.project_id,
+            host_id=self._ctx.host.id,
+            role=recipe.role,
+            lifecycle=recipe.lifecycle,
+            state=DiskState.CREATING,
+            operation_id=self._operation.id,
+            shareable=recipe.shareable,
+            cdrom=recipe.cdrom,
+            size=placement.size,
+            image=recipe.image,
+            spec=model.to_json(recipe),
+        )
+
+    def _claim(self, tx: Transaction, owner: OwnerRow) -> None:
+        disk = tx.disk(owner.disk_id)
+        if disk is None:
+            raise exc.DiskNotFound(
+                f"disk {owner.disk_id} is not recorded: `imagebackend disk list` has "
+                f"what there is",
+                disk=owner.disk_id,
+            )
+        self._may_attach(tx, disk)
+        self._attach.append(owner)
+
+    def _may_attach(self, tx: Transaction, disk: DiskRow) -> None:
+        free(disk, "attach")
+        owners = [owner.instance_id for owner in tx.owners(disk.id)]
+        if owners and not disk.shareable:
+            raise exc.DiskInUse(
+                f"disk {disk.id} belongs to instance {', '.join(owners)}, and was not "
+                f"declared shareable",
+                disk=disk.id,
+                owners=owners,
+            )
+        if disk.project_id != self._instance.project_id:
+            raise exc.DiskNotFound(
+                f"disk {disk.id} is not one of project "
+                f"{self._instance.project_id!r}",
+                disk=disk.id,
+            )
+
+
+@contextlib.contextmanager
+def _taken(owner: OwnerRow) -> Iterator[None]:
+    try:
+        yield
+    except sa_exc.IntegrityError as error:
+        raise exc.Conflict(
+            f"instance {owner.instance_id} has disk {owner.disk_id} already, or "
+            f"another one named {owner.name!r}",
+            disk=owner.disk_id,
+        ) from error
+

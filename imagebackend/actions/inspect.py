@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""list, capacity, audit, recover, export_rows: nothing here makes a disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from oslo_log import log
+
+from imagebackend import exceptions as exc
+from imagebackend import model
+from imagebackend.actions.context import Context
+from imagebackend.actions.replace import known_instance
+from imagebackend.actions.settle import purge, settle
+from imagebackend.backends.base import Backend
+from imagebackend.model import (
+    JSON,
+    Disk,
+    DiskState,
+    Finding,
+    GenerationState,
+    Inventory,
+    Severity,
+)
+from imagebackend.store.rows import DiskRow, GenerationRow, OperationRow
+
+LOG = log.getLogger(__name__)
+
+
+def list_disks(ctx: Context, instance_id: str | None) -> Iterator[Disk]:
+    """See :meth:`imagebackend.manager.DiskManager.list`."""
+    if instance_id is not None:
+        with ctx.store.reading() as rows:
+            found = [
+                ctx.disk(rows, disk, owner) for owner, disk in rows.owned(instance_id)
+            ]
+        yield from found
+        return
+    for page in ctx.store.disk_pages():
+        with ctx.store.reading() as rows:
+            disks = []
+            for row in page:
+                owners = rows.owners(row.id) or [None]
+                disks += [ctx.disk(rows, row, owner) for owner in owners]
+        yield from disks
+
+
+def capacity(ctx: Context) -> Sequence[Inventory]:
+    """See :meth:`imagebackend.manager.DiskManager.capacity`."""
+    found: list[Inventory] = []
+    for name in ctx.backends.names:
+        try:
+            found += ctx.backends.get(name).capacity()
+        except exc.ImageBackendError as error:
+            # One storage that is down must not hide the room in the others.
+            LOG.warning("no capacity of backend %s: %s", name, error)
+    used = ctx.cache.usage()
+    found.append(
+        Inventory(
+            backend="image cache",
+            provider=f"cache:{ctx.cache.path}",
+            total=0,
+            free=0,
+            used_by_us=used,
+            what="images",
+        )
+    )
+    return found
+
+
+def audit(ctx: Context) -> Iterator[Finding]:
+    """See :meth:`imagebackend.manager.DiskManager.audit`."""
+    damage = ctx.store.database.damage()
+    if damage:
+        yield Finding(
+            Severity.ERROR, "store", damage, "restore the store from a backup"
+        )
+    with ctx.store.reading() as rows:
+        operations = rows.operations()
+    for operation in operations:
+        yield from _audit_operation(ctx, operation)
+    for name in ctx.backends.names:
+        yield from _audit_storage(ctx, name)
+    for page in ctx.store.disk_pages():
+        for disk in page:
+            if disk.host_id == ctx.host.id:
+                yield from _audit_disk(ctx, disk)
+    for generations in ctx.store.generation_pages():
+        for row in generations:
+            if row.host_id == ctx.host.id:
+                yield from _audit_generation(ctx, row)
+    yield from _audit_cache(ctx)
+
+
+def recover(ctx: Context, *, dry_run: bool) -> Iterator[Finding]:
+    """See :meth:`imagebackend.manager.DiskManager.recover`."""
+    with ctx.store.reading() as rows:
+        operations = rows.operations()
+        debts = rows.debts(ctx.host.id)
+    live = set()
+    for operation in operations:
+        alive = ctx.operations.alive(operation)
+        if alive is not False:
+            live.add(operation.id)
+            if alive is None:
+                yield _of_other_host(operation)
+        elif dry_run:
+            yield Finding(
+                Severity.WARNING,
+                f"operation {operation.id}",
+                _died(operation),
+                action="would be settled",
+            )
+        else:
+            yield from _recover_one(ctx, operation)
+    for debt in debts:
+        if dry_run and debt.operation_id not in live:
+            yield Finding(
+                Severity.WARNING,
+                f"object {debt.id} of {debt.backend}",
+                debt.reason or "is still to be purged",
+                action="would be purged",
+            )
+    if dry_run:
+        return
+    yield from purge(ctx, [debt for debt in debts if debt.operation_id not in live])
+    for name in ctx.operations.sweep():
+        yield Finding(Severity.OK, f"lock {name}", "had no owner: removed")
+    for name in ctx.cache.sweep():
+        yield Finding(Severity.OK, f"image fetch {name}", "had no owner: removed")
+
+
+def recover_at_start(ctx: Context) -> None:
+    """Settle what died on this host, before its first verb; log what is left."""
+    with ctx.store.reading() as rows:
+        operations = rows.operations(ctx.host.id)
+    for operation in operations:
+        if ctx.operations.alive(operation) is False:
+            for finding in _recover_one(ctx, operation):
+                LOG.info("%s: %s", finding.subject, finding.what)
+
+
+def export_rows(ctx: Context, instance_id: str) -> JSON:
+    """See :meth:`imagebackend.manager.DiskManager.export_rows`."""
+    with ctx.store.reading() as rows:
+        instance = known_instance(rows, instance_id)
+        owned = rows.owned(instance_id)
+        generations = [
+            row for _, disk in owned for row in rows.generations(disk.id)
+        ]
+        return {
+            "deployment_id": rows.meta("deployment_id"),
+            "instance": _plain(instance),
+            "owners": [_plain(owner) for owner, _ in owned],
+            "disks": [_plain(disk) for _, disk in owned],
+            "generations": [_plain(row) for row in generations],
+            "attachments": [
+                _plain(each)
+                for row in generations
+                for each in rows.attachments(row.id)
+            ],
+        }
+
+
+def _plain(row: object) -> JSON:
+    plain: JSON = model.to_json(row)
+    return plain
+
+
+# --- audit ------------------------------------------------------------------
+
+
+def _died(operation: OperationRow) -> str:
+    return (
+        f"{operation.verb} of {operation.target} (process {operation.pid}) died "
+        f"half way"
+    )
+
+
+def _of_other_host(operation: OperationRow) -> Finding:
+    seconds = int(time.time() - operation.started_at)
+    return Finding(
+        Severity.WARNING,
+        f"operation {operation.id}",
+        f"{operation.verb} of {operation.target} runs on host {operation.host_id} "
+        f"since {seconds} s: only that host can tell whether it lives",
+        action="left as it is",
+    )
+
+
+def _audit_operation(ctx: Context, operation: OperationRow) -> Iterator[Finding]:
+    alive = ctx.operations.alive(operation)
+    if alive is False:
+        yield Finding(
+            Severity.ERROR,
+            f"operation {operation.id}",
+            _died(operation),
+            "run `imagebackend recover --apply`",
+        )
+    elif alive is None:
+        yield _of_other_host(operation)
+
+
+def _audit_storage(ctx: Context, name: str) -> Iterator[Finding]:
+    """From the storage to the rows: objects of ours that no row knows."""
+    try:
+        backend = ctx.backends.get(name)
+        for found in backend.scan():
+            if found.marker is None:
+                yield Finding(
+                    Severity.OK, f"{name}: {found.name}", "is not ours: left alone"
+                )
+            elif found.marker.deployment_id != ctx.deployment_id:
+                yield Finding(
+                    Severity.OK,
+                    f"{name}: {found.name}",
+                    f"belongs to deployment {found.marker.deployment_id}: left alone",
+                )
+            elif not _known(ctx, found.marker.generation_id):
+                yield Finding(
+                    Severity.ERROR,
+                    f"{name}: {found.name}",
+                    "carries our marker, but no row knows it",
+                    "was the store restored from an older backup? remove the object "
+                    "by hand once you are sure that nobody needs it",
+                )
+    except exc.ImageBackendError as error:
+        yield Finding(
+            Severity.ERROR, f"backend {name}", error.message, "its state is unknown"
+        )
+
+
+def _known(ctx: Context, generation_id: str) -> bool:
+    # Rows come before objects: asked after the object was seen, no row means that
+    # there never was one.
+    with ctx.store.reading() as rows:
+        return rows.generation(generation_id) is not None
+
+
+def _audit_disk(ctx: Context, disk: DiskRow) -> Iterator[Finding]:
+    subject = f"disk {disk.id} ({disk.name})"
+    if disk.state is DiskState.FAILED:
+        yield Finding(
+            Severity.ERROR,
+            subject,
+            f"failed: {disk.reason}",
+            "delete it, or put right what the reason says and run `imagebackend "
+            "recover --apply`",
+        )
+    if disk.operation_id is not None or disk.state is DiskState.FAILED:
+        return
+    with ctx.store.reading() as rows:
+        row = rows.generation(disk.generation_id or "")
+        owners = rows.owners(disk.id)
+    if not owners and disk.state is not DiskState.KEPT:
+        yield Finding(Severity.ERROR, subject, "has no owner, but is not kept")
+    if row is None:
+        yield Finding(Severity.ERROR, subject, "has no object", "report a bug")
+        return
+    yield from _audit_object(ctx.backends.get, ctx, subject, disk, row)
+
+
+def _audit_object(
+    get: Callable[[str], Backend],
+    ctx: Context,
+    subject: str,
+    disk: DiskRow,
+    row: GenerationRow,
+) -> Iterator[Finding]:
+    try:
+        found = get(row.backend).stat(ctx.generation(row))
+    except exc.ImageBackendError as error:
+        yield Finding(Severity.WARNING, subject, error.message, "its state is unknown")
+        return
+    if found is None:
+        yield Finding(
+            Severity.ERROR,
+            subject,
+            f"its object is not in backend {row.backend!r} any more",
+            "restore it, or destroy the instance",
+        )
+    elif found.size != disk.size:
+        yield Finding(
+            Severity.ERROR,
+            subject,
+            f"has {found.size} bytes in backend {row.backend!r}, recorded are "
+            f"{disk.size}",
+            "somebody else resized it: resize the instance to that size",
+        )
+
+
+def _audit_generation(ctx: Context, row: GenerationRow) -> Iterator[Finding]:
+    if row.state is GenerationState.DEBT:
+        yield Finding(
+            Severity.WARNING,
+            f"object {row.id} of {row.backend}",
+            row.reason or "is still to be purged",
+            "run `imagebackend recover --apply`",
+        )
+    if row.entry and row.backend in ctx.backends.names:
+        if ctx.cache.lookup(row.entry) is None and row.operation_id is None:
+            yield Finding(
+                Severity.ERROR,
+                f"object {row.id} of {row.backend}",
+                f"needs image cache entry {row.entry}, which is not there or broken",
+                "restore the entry: the disk cannot be read without it",
+            )
+
+
+def _audit_cache(ctx: Context) -> Iterator[Finding]:
+    for entry in ctx.cache.entries():
+        if entry.broken:
+            yield Finding(
+                Severity.ERROR,
+                f"image cache: {entry.entry}",
+                entry.broken,
+                "an unused entry goes with `imagebackend cache prune`",
+            )
+
+
+# --- recovery ---------------------------------------------------------------
+
+
+def _recover_one(ctx: Context, row: OperationRow) -> Iterator[Finding]:
+    operation = ctx.operations.take_over(row)
+    if operation is None:
+        return
+    try:
+        yield Finding(
+            Severity.WARNING, f"operation {row.id}", _died(row), action="settled"
+        )
+        yield from settle(ctx, operation)
+    finally:
+        operation.close()

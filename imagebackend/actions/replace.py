@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rebuild and update: disks are made anew beside the old ones, then switched.
+
+The switch of all disks of an instance is one transaction. Before it the old
+generations are the disks and the new ones are undone; after it the old ones are
+debts and are purged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from imagebackend import exceptions as exc
+from imagebackend import model
+from imagebackend.actions.context import (
+    Context,
+    free,
+    hold,
+    instance_of,
+    recipe_of,
+    settle_disk,
+    specs_of,
+)
+from imagebackend.actions.create import Batch, create, request_text
+from imagebackend.actions.settle import pay_debts, settle
+from imagebackend.model import (
+    Change,
+    DiskChange,
+    DiskSpec,
+    DiskState,
+    GenerationState,
+    Handle,
+    ImageInfo,
+    Instance,
+    Lifecycle,
+    ProgressCallback,
+)
+from imagebackend.selection import Recipe, Wanted
+from imagebackend.store.operations import Operation
+from imagebackend.store.rows import DiskRow, InstanceRow, OwnerRow, Transaction
+
+Present = list[tuple[OwnerRow, DiskRow]]
+
+
+@dataclasses.dataclass
+class _Steps:
+    """What is to happen to each disk of an instance."""
+
+    create: list[Wanted] = dataclasses.field(default_factory=list)
+    recreate: list[tuple[OwnerRow, DiskRow, Recipe, ImageInfo | None]] = (
+        dataclasses.field(default_factory=list)
+    )
+    grow: list[tuple[OwnerRow, DiskRow, Recipe]] = dataclasses.field(
+        default_factory=list
+    )
+    keep: Present = dataclasses.field(default_factory=list)
+    delete: Present = dataclasses.field(default_factory=list)
+    detach: Present = dataclasses.field(default_factory=list)
+
+
+def taint(ctx: Context, instance_id: str) -> None:
+    """The next ``update`` re-creates all ephemeral disks."""
+    with ctx.store.writing() as tx:
+        tx.update_instance(known_instance(tx, instance_id), tainted=True)
+
+
+def rebuild(
+    ctx: Context,
+    instance: Instance,
+    *,
+    auth: Any = None,
+    progress: ProgressCallback | None = None,
+) -> Change:
+    """See :meth:`imagebackend.manager.DiskManager.rebuild`."""
+    with ctx.store.reading() as rows:
+        before = known_instance(rows, instance.id)
+    recorded = instance_of(before.request)
+    if instance.flavor != recorded.flavor and instance.flavor is not None:
+        raise exc.Conflict(
+            f"instance {instance.id}: a rebuild cannot change the flavor; use resize",
+            instance=instance.id,
+        )
+    instance = dataclasses.replace(recorded, image=instance.image or recorded.image)
+    new_root = ctx.image(instance.image, auth) if instance.image else None
+    with ctx.operations.begin(
+        "rebuild", instance.id, lambda operation: settle(ctx, operation)
+    ) as operation:
+        row, present = _present(ctx, instance.id, "rebuild")
+        steps = _Steps()
+        for owner, disk in present:
+            if disk.lifecycle is Lifecycle.PERSISTENT or disk.shareable:
+                steps.keep.append((owner, disk))
+                continue
+            recipe = recipe_of(disk)
+            if recipe.role is model.Role.ROOT and new_root is not None:
+                recipe = dataclasses.replace(recipe, image=new_root.id)
+                _must_fit(disk, new_root)
+            image = _image_of(ctx, recipe, new_root, auth)
+            steps.recreate.append((owner, disk, recipe, image))
+        disks = specs_of(row.request)
+        return _apply(
+            ctx,
+            operation,
+            row,
+            instance,
+            steps,
+            request_text(instance, disks),
+            auth,
+            progress,
+        )
+
+
+def update(
+    ctx: Context,
+    instance: Instance,
+    disks: Sequence[DiskSpec],
+    *,
+    auth: Any = None,
+    progress: ProgressCallback | None = None,
+) -> Change:
+    """See :meth:`imagebackend.manager.DiskManager.update`."""
+    with ctx.store.reading() as rows:
+        absent = rows.instance(instance.id) is None
+    if absent:
+        return create(ctx, instance, disks, auth=auth, progress=progress)
+    wanted = ctx.selection(auth).wanted(instance, disks)
+    with ctx.operations.begin(
+        "update", instance.id, lambda operation: settle(ctx, operation)
+    ) as operation:
+        row, present = _present(ctx, instance.id, "update")
+        steps = _compare(ctx, row, wanted, present)
+        return _apply(
+            ctx,
+            operation,
+            row,
+            instance,
+            steps,
+            request_text(instance, disks),
+            auth,
+            progress,
+        )
+
+
+def known_instance(rows: Any, instance_id: str) -> InstanceRow:
+    row: InstanceRow | None = rows.instance(instance_id)
+    if row is None:
+        raise exc.InstanceNotFound(
+            f"instance {instance_id} has no recorded disks", instance=instance_id
+        )
+    return row
+
+
+def _image_of(
+    ctx: Context, recipe: Recipe, root: ImageInfo | None, auth: Any
+) -> ImageInfo | None:
+    if recipe.image is None:
+        return None
+    if root is not None and root.id == recipe.image:
+        return root
+    return ctx.image(recipe.image, auth)
+
+
+def _must_fit(disk: DiskRow, image: ImageInfo) -> None:
+    needed = max(image.virtual_size or 0, image.min_disk_gb * model.GiB)
+    if needed > disk.size:
+        raise exc.SizeRefused(
+            f"image {image.id} needs {needed} bytes, disk {disk.name!r} has "
+            f"{disk.size}",
+            image=image.id,
+            size=disk.size,
+            needed=needed,
+        )
+
+
+def _present(ctx: Context, instance_id: str, verb: str) -> tuple[InstanceRow, Present]:
+    with ctx.store.reading() as rows:
+        row = known_instance(rows, instance_id)
+        present = rows.owned(instance_id)
+    for _, disk in present:
+        free(disk, verb)
+    return row, present
+
+
+def _compare(
+    ctx: Context, row: InstanceRow, wanted: Sequence[Wanted], present: Present
+) -> _Steps:
+    steps = _Steps()
+    by_name = {owner.name: (owner, disk) for owner, disk in present}
+    for each in wanted:
+        found = by_name.pop(each.name, None)
+        if found is None:
+            steps.create.append(each)
+            continue
+        owner, disk = found
+        if each.recipe is None:
+            if disk.id != each.disk_id:
+                raise exc.Conflict(
+                    f"disk {each.name!r} of instance {row.id} is {disk.id}, not "
+                    f"{each.disk_id}: give the existing disk another name",
+                    disk=disk.id,
+                )
+            steps.keep.append(found)
+            continue
+        _compare_one(steps, row, owner, disk, each)
+    for owner, disk in by_name.values():
+        leaves = disk.lifecycle is Lifecycle.PERSISTENT or _shared(ctx, disk)
+        (steps.detach if leaves else steps.delete).append((owner, disk))
+    return steps
+
+
+def _compare_one(
+    steps: _Steps, row: InstanceRow, owner: OwnerRow, disk: DiskRow, each: Wanted
+) -> None:
+    assert each.recipe is not None
+    present = recipe_of(disk)
+    # Where it lies was recorded and rules; a changed default moves nothing.
+    recipe = each.recipe
+    if each.why == "host":
+        recipe = dataclasses.replace(
+            recipe,
+            backend=present.backend,
+            pool=present.pool,
+            volume_type=present.volume_type,
+        )
+    same = present.same_content(recipe)
+    if disk.lifecycle is Lifecycle.PERSISTENT or disk.shareable:
+        if not same or recipe.size < present.size:
+            raise exc.Conflict(
+                f"disk {owner.name!r} of instance {row.id} is {disk.lifecycle} and "
+                f"exists with other properties: it is never re-created; give the new "
+                f"one another name",
+                disk=disk.id,
+            )
+    elif row.tainted or not same or recipe.size < present.size:
+        steps.recreate.append((owner, disk, recipe, each.image))
+        return
+    if recipe.size > present.size:
+        steps.grow.append((owner, disk, recipe))
+    else:
+        steps.keep.append((owner, disk))
+
+
+def _shared(ctx: Context, disk: DiskRow) -> bool:
+    with ctx.store.reading() as rows:
+        return len(rows.owners(disk.id)) > 1
+
+
+def _apply(
+    ctx: Context,
+    operation: Operation,
+    row: InstanceRow,
+    instance: Instance,
+    steps: _Steps,
+    request: str,
+    auth: Any,
+    progress: ProgressCallback | None,
+) -> Change:
+    leaving = [
+        *((owner, disk) for owner, disk, _, _ in steps.recreate),
+        *steps.delete,
+    ]
+    for owner, disk in [*leaving, *steps.detach]:
+        must_be_idle(ctx, disk, owner)
+    batch = Batch(ctx, operation, instance, auth, progress)
+    placements = batch.place(steps.create)
+    selection = ctx.selection(auth)
+    replacements = [
+        selection.place(recipe, instance, image)
+        for _, _, recipe, image in steps.recreate
+    ]
+    old = {disk.id: _handle(ctx, disk) for _, disk in leaving}
+    with ctx.store.writing() as tx:
+        batch.announce(tx, steps.create, placements, [*steps.keep, *leaving])
+        for (owner, disk, recipe, image), placement in zip(
+            steps.recreate, replacements, strict=True
+        ):
+            held = hold(tx, disk, DiskState.REPLACING, operation)
+            tx.update_disk(held, spec=disk.spec)
+            batch.replace(tx, owner, disk, recipe, image, placement)
+    made = batch.make()
+    grown = [_grow(ctx, owner, disk, recipe) for owner, disk, recipe in steps.grow]
+    for owner, disk in [*leaving, *steps.detach]:
+        release(ctx, disk, owner)
+    with ctx.store.writing() as tx:
+        attached = batch.complete(tx)
+        recreated_ids = _switch(tx, operation, steps)
+        _leave(tx, operation, steps)
+        _forget_cached_recipe_sizes(tx, steps)
+        tx.update_instance(row, request=request, tainted=False)
+    pay_debts(ctx, operation.id)
+    with ctx.store.writing() as tx:
+        operation.finish(tx)
+    return Change(
+        instance.id,
+        created=tuple(each for each in made if each.disk_id not in recreated_ids),
+        recreated=tuple(
+            dataclasses.replace(each, old=old[each.disk_id])
+            for each in made
+            if each.disk_id in recreated_ids
+        ),
+        kept=(*grown, *attached, *(_kept(ctx, *pair) for pair in steps.keep)),
+        detached=tuple(_gone(ctx, *pair) for pair in steps.detach),
+        deleted=tuple(
+            DiskChange(disk.id, owner.name, old=old[disk.id])
+            for owner, disk in steps.delete
+        ),
+    )
+
+
+def _switch(tx: Transaction, operation: Operation, steps: _Steps) -> set[str]:
+    """New generations become current, the old ones debts: all disks at once."""
+    recipes = {disk.id: recipe for _, disk, recipe, _ in steps.recreate}
+    for disk in tx.disks_of(operation.id):
+        if disk.state is not DiskState.REPLACING:
+            continue
+        for each in tx.generations(disk.id):
+            if each.state is GenerationState.NEW:
+                tx.update_generation(
+                    each.id, state=GenerationState.CURRENT, operation_id=None
+                )
+                new = each
+            else:
+                _owe(tx, each.id, operation)
+        settle_disk(
+            tx,
+            disk,
+            state=DiskState.READY,
+            generation_id=new.id,
+            size=new.size,
+            image=recipes[disk.id].image,
+            spec=model.to_json(recipes[disk.id]),
+        )
+    return set(recipes)
+
+
+def _owe(tx: Transaction, generation_id: str, operation: Operation) -> None:
+    tx.update_generation(
+        generation_id,
+        state=GenerationState.DEBT,
+        disk_id=None,
+        operation_id=operation.id,
+    )
+
+
+def _leave(tx: Transaction, operation: Operation, steps: _Steps) -> None:
+    for owner, disk in steps.delete:
+        tx.delete(owner, disk)
+        for each in tx.generations(disk.id):
+            _owe(tx, each.id, operation)
+    for owner, disk in steps.detach:
+        detach(tx, owner, disk)
+
+
+def detach(tx: Transaction, owner: OwnerRow, disk: DiskRow) -> None:
+    """The instance leaves a disk that stays; without any owner it is ``kept``."""
+    tx.delete(owner)
+    fresh = tx.disk(disk.id)
+    if fresh is not None and not tx.owners(disk.id):
+        tx.update_disk(fresh, state=DiskState.KEPT)
+
+
+def _forget_cached_recipe_sizes(tx: Transaction, steps: _Steps) -> None:
+    for _, disk, recipe in steps.grow:
+        fresh = tx.disk(disk.id)
+        if fresh is not None:
+            tx.update_disk(fresh, spec=model.to_json(recipe))
+
+
+def _grow(ctx: Context, owner: OwnerRow, disk: DiskRow, recipe: Recipe) -> DiskChange:
+    """Grow in place; the size that the storage gives is committed at once."""
+    with ctx.store.reading() as rows:
+        row = rows.generation(disk.generation_id or "")
+    if row is None:
+        raise exc.InternalError(f"disk {disk.id} has no generation")
+    size = ctx.backend(row).resize(ctx.generation(row), recipe.size)
+    with ctx.store.writing() as tx:
+        fresh = tx.disk(disk.id)
+        if fresh is not None:
+            tx.update_disk(fresh, size=size)
+        tx.update_generation(row.id, size=size)
+    return DiskChange(disk.id, owner.name, size, old=row.handle, new=row.handle)
+
+
+def must_be_idle(ctx: Context, disk: DiskRow, owner: OwnerRow) -> None:
+    """:raises Busy: a guest has it open. :raises HostConflict: another host has."""
+    if disk.generation_id is None:
+        return
+    with ctx.store.reading() as rows:
+        row = rows.generation(disk.generation_id)
+        attachments = [
+            each
+            for each in rows.attachments(disk.generation_id)
+            if each.instance_id == owner.instance_id
+        ]
+    for each in attachments:
+        if each.host_id != ctx.host.id:
+            raise exc.HostConflict(
+                f"disk {owner.name!r} of instance {owner.instance_id} is connected to "
+                f"host {each.host_id}: let that host disconnect it first",
+                disk=disk.id,
+                host=each.host_id,
+            )
+    if row is None or disk.shareable:
+        return
+    found = ctx.backend(row).stat(ctx.generation(row))
+    if found is not None and found.used_by:
+        raise exc.Busy(
+            f"disk {owner.name!r} of instance {owner.instance_id} is in use by "
+            f"{', '.join(found.used_by)}: stop the guest first",
+            disk=disk.id,
+            used_by=list(found.used_by),
+        )
+
+
+def release(ctx: Context, disk: DiskRow, owner: OwnerRow) -> None:
+    """Disconnect this host from a disk that the instance leaves."""
+    if disk.generation_id is None:
+        return
+    with ctx.store.reading() as rows:
+        attachments = [
+            each
+            for each in rows.attachments(disk.generation_id)
+            if each.instance_id == owner.instance_id
+        ]
+    for each in attachments:
+        ctx.disconnect(each)
+
+
+def _handle(ctx: Context, disk: DiskRow) -> Handle | None:
+    with ctx.store.reading() as rows:
+        row = rows.generation(disk.generation_id or "")
+    return row.handle if row else None
+
+
+def _kept(ctx: Context, owner: OwnerRow, disk: DiskRow) -> DiskChange:
+    handle = _handle(ctx, disk)
+    return DiskChange(disk.id, owner.name, disk.size, old=handle, new=handle)
+
+
+def _gone(ctx: Context, owner: OwnerRow, disk: DiskRow) -> DiskChange:
+    return DiskChange(disk.id, owner.name, disk.size, old=_handle(ctx, disk))

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring what an operation left half done back to a settled state.
+
+Undo and recovery are the same code: an action that fails calls it for itself, and
+recovery calls it for the operations of dead owners. It trusts the rows alone, and
+may itself be killed at any point and run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from oslo_log import log
+
+from imagebackend import exceptions as exc
+from imagebackend.actions.context import Context, settle_disk
+from imagebackend.libvirt import guest
+from imagebackend.model import (
+    DiskState,
+    Finding,
+    GenerationState,
+    Severity,
+    Snapshot,
+)
+from imagebackend.store.operations import Operation
+from imagebackend.store.rows import DiskRow, GenerationRow, Transaction
+
+LOG = log.getLogger(__name__)
+
+
+def settle(ctx: Context, operation: Operation) -> list[Finding]:
+    """Settle every row that the operation holds, then end it.
+
+    A storage that does not let its part be settled leaves the disk ``failed``, with
+    the reason, or the object as a debt: both are listed and can be dealt with.
+    """
+    findings: list[Finding] = []
+    with ctx.store.reading() as rows:
+        disks = rows.disks_of(operation.id)
+        snapshots = rows.snapshots_of(operation.id)
+    _abort_guest_job(ctx, operation)
+    # A temporary volume hangs on the snapshot that it was made from.
+    findings += pay_debts(ctx, operation.id)
+    for snapshot in snapshots:
+        try:
+            drop_snapshot(ctx, snapshot.id)
+        except exc.ImageBackendError as error:
+            findings.append(_finding(f"snapshot {snapshot.id}", error))
+    for disk in disks:
+        try:
+            what = _SETTLERS[disk.state](ctx, operation, disk)
+            findings.append(Finding(Severity.OK, f"disk {disk.id}", what))
+        except exc.ImageBackendError as error:
+            findings.append(_finding(f"disk {disk.id}", error))
+            _fail(ctx, disk.id, error)
+    _drop_attachments(ctx, operation, findings)
+    findings += pay_debts(ctx, operation.id)
+    with ctx.store.writing() as tx:
+        _drop_empty_instance(operation, tx)
+        operation.finish(tx)
+    return findings
+
+
+def pay_debts(ctx: Context, operation_id: str) -> list[Finding]:
+    """Purge the objects that an operation left without a disk.
+
+    What cannot be purged yet stays a debt, of nobody in particular.
+    """
+    with ctx.store.reading() as rows:
+        debts = [
+            row
+            for row in rows.debts(ctx.host.id)
+            if row.operation_id == operation_id
+        ]
+    return purge(ctx, debts)
+
+
+def purge(ctx: Context, debts: Sequence[GenerationRow]) -> list[Finding]:
+    """Purge debts that no live operation is at."""
+    findings = []
+    for debt in debts:
+        subject = f"object {debt.id} of {debt.backend}"
+        try:
+            drop_generation(ctx, debt)
+            findings.append(Finding(Severity.OK, subject, "purged"))
+        except exc.ImageBackendError as error:
+            with ctx.store.writing() as tx:
+                tx.update_generation(debt.id, reason=error.message, operation_id=None)
+            LOG.warning("cannot purge %s yet: %s", debt.id, error)
+            findings.append(_finding(subject, error))
+    return findings
+
+
+def drop_generation(ctx: Context, row: GenerationRow) -> None:
+    """The object, with its attachments of this host, then its row."""
+    with ctx.store.reading() as rows:
+        attachments = rows.attachments(row.id)
+        # A newer handle may have been recorded since the row was read.
+        row = rows.generation(row.id) or row
+    for attachment in attachments:
+        ctx.disconnect(attachment)
+    ctx.backend(row).delete(ctx.generation(row))
+    with ctx.store.writing() as tx:
+        tx.delete(row)
+
+
+# --- one disk, by the state that it is in -------------------------------------
+
+
+def _creating(ctx: Context, _operation: Operation, disk: DiskRow) -> str:
+    with ctx.store.reading() as rows:
+        generations = rows.generations(disk.id)
+        owners = rows.owners(disk.id)
+    for row in generations:
+        drop_generation(ctx, row)
+    with ctx.store.writing() as tx:
+        tx.delete(*owners, disk)
+    return "was being created: removed"
+
+
+def _replacing(ctx: Context, operation: Operation, disk: DiskRow) -> str:
+    with ctx.store.reading() as rows:
+        generations = rows.generations(disk.id)
+    for row in generations:
+        if row.state is GenerationState.NEW and row.operation_id == operation.id:
+            drop_generation(ctx, row)
+    with ctx.store.writing() as tx:
+        settle_disk(tx, disk)
+    return "was being replaced: kept as it was"
+
+
+def _resizing(ctx: Context, _operation: Operation, disk: DiskRow) -> str:
+    """The storage's size decides."""
+    with ctx.store.reading() as rows:
+        row = rows.generation(disk.generation_id or "")
+    if row is None:
+        raise exc.InternalError(f"disk {disk.id} has no generation")
+    found = ctx.backend(row).stat(ctx.generation(row))
+    if found is None:
+        raise exc.ObjectMissing(
+            f"disk {disk.id}: its object is not in backend {row.backend!r} any more",
+            disk=disk.id,
+        )
+    with ctx.store.writing() as tx:
+        tx.update_generation(row.id, size=found.size)
+        settle_disk(tx, disk, size=found.size)
+    return f"was being resized: has {found.size} bytes"
+
+
+def _connecting(ctx: Context, operation: Operation, disk: DiskRow) -> str:
+    with ctx.store.reading() as rows:
+        attachments = [
+            row
+            for row in rows.attachments_of(operation.id)
+            if row.generation_id == disk.generation_id
+        ]
+    for attachment in attachments:
+        ctx.disconnect(attachment)
+    with ctx.store.writing() as tx:
+        settle_disk(tx, disk)
+    return "was being connected: disconnected"
+
+
+def _snapshotting(ctx: Context, operation: Operation, disk: DiskRow) -> str:
+    with ctx.store.reading() as rows:
+        generations = rows.generations_of(operation.id)
+    for row in generations:
+        drop_generation(ctx, row)
+    with ctx.store.writing() as tx:
+        settle_disk(tx, disk)
+    return "snapshot was being taken: dropped"
+
+
+def _deleting(ctx: Context, _operation: Operation, disk: DiskRow) -> str:
+    with ctx.store.reading() as rows:
+        generations = rows.generations(disk.id)
+        owners = rows.owners(disk.id)
+    for row in generations:
+        drop_generation(ctx, row)
+    with ctx.store.writing() as tx:
+        tx.delete(*owners, disk)
+    return "was being deleted: gone"
+
+
+_SETTLERS = {
+    DiskState.CREATING: _creating,
+    DiskState.REPLACING: _replacing,
+    DiskState.RESIZING: _resizing,
+    DiskState.CONNECTING: _connecting,
+    DiskState.SNAPSHOTTING: _snapshotting,
+    DiskState.DELETING: _deleting,
+}
+
+
+# --- the rest ------------------------------------------------------------------
+
+
+def drop_snapshot(ctx: Context, snapshot_id: str) -> None:
+    """The storage's snapshot, then its row."""
+    with ctx.store.reading() as rows:
+        row = rows.snapshot(snapshot_id)
+        of = rows.generation(row.generation_id) if row else None
+    if row is not None and of is not None:
+        taken = Snapshot(row.id, row.generation_id, row.size, row.handle)
+        ctx.backend(of).delete_snapshot(ctx.generation(of), taken)
+    if row is not None:
+        with ctx.store.writing() as tx:
+            tx.delete(row)
+
+
+def _abort_guest_job(ctx: Context, operation: Operation) -> None:
+    """A backup job goes on in libvirt when the process that began it has died."""
+    domain = operation.row.detail.get("domain")
+    if domain is not None:
+        guest.abort_leftover_job(ctx.conf, str(domain))
+
+
+def _drop_attachments(
+    ctx: Context, operation: Operation, findings: list[Finding]
+) -> None:
+    with ctx.store.reading() as rows:
+        attachments = rows.attachments_of(operation.id)
+    for attachment in attachments:
+        try:
+            ctx.disconnect(attachment)
+        except exc.ImageBackendError as error:
+            findings.append(
+                _finding(f"attachment of {attachment.generation_id}", error)
+            )
+
+
+def _drop_empty_instance(operation: Operation, tx: Transaction) -> None:
+    instance = tx.instance(operation.row.target)
+    if instance is not None and not tx.owned(instance.id):
+        tx.delete(instance)
+
+
+def _fail(ctx: Context, disk_id: str, error: exc.ImageBackendError) -> None:
+    with ctx.store.writing() as tx:
+        row = tx.disk(disk_id)
+        if row is not None:
+            settle_disk(tx, row, state=DiskState.FAILED, reason=error.message)
+    LOG.error("disk %s failed: %s", disk_id, error)
+
+
+def _finding(subject: str, error: exc.ImageBackendError) -> Finding:
+    return dataclasses.replace(
+        Finding(Severity.ERROR, subject, error.message), action="left as it is"
+    )

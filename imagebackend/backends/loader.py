@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the operator's names to backends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from oslo_config import cfg
+from stevedore import driver as stevedore_driver
+from stevedore import exception as stevedore_exc
+from stevedore import extension
+
+from imagebackend import exceptions as exc
+from imagebackend.backends.base import Backend
+from imagebackend.conf import backends as options
+
+NAMESPACE = "imagebackend.backends"
+
+
+class Backends:
+    """This host's backends, each loaded when first needed, so that one which
+    cannot be loaded fails alone.
+
+    :param deployment_id: asked for only when a backend is made.
+    """
+
+    def __init__(self, conf: cfg.ConfigOpts, deployment_id: Callable[[], str]) -> None:
+        self._conf = conf
+        self._deployment_id = deployment_id
+        self._loaded: dict[str, Backend] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        """The enabled ones, in the operator's order."""
+        names: list[str] = self._conf.imagebackend.enabled_backends
+        if not names:
+            raise exc.ConfigError(
+                "[imagebackend] enabled_backends is empty: name at least one backend"
+            )
+        return names
+
+    def get(self, name: str) -> Backend:
+        """:raises ConfigError: not enabled, or its driver is not known.
+        :raises MissingDependency: its driver lacks a library."""
+        with self._lock:
+            if name not in self._loaded:
+                self._loaded[name] = self._load(name)
+            return self._loaded[name]
+
+    def driver(self, name: str) -> type[Backend]:
+        """The class behind a name, without making a backend of it."""
+        return self._driver(name)
+
+    def __iter__(self) -> Iterator[Backend]:
+        """:raises ImageBackendError: at the first that cannot be loaded."""
+        return (self.get(name) for name in self.names)
+
+    def _load(self, name: str) -> Backend:
+        if name not in self.names:
+            raise exc.ConfigError(
+                f"backend {name!r} is not enabled on this host: [imagebackend] "
+                f"enabled_backends has {', '.join(self.names)}",
+                backend=name,
+                accepted=self.names,
+            )
+        return self._driver(name)(name, self._conf, self._deployment_id())
+
+    def _driver(self, name: str) -> type[Backend]:
+        self._conf.register_opts([options.DRIVER], group=name)
+        wanted = self._conf[name].driver or name
+        try:
+            manager = stevedore_driver.DriverManager(
+                NAMESPACE,
+                wanted,
+                invoke_on_load=False,
+                warn_on_missing_entrypoint=False,
+            )
+        except stevedore_exc.NoMatches as error:
+            cause = error.__cause__ or error.__context__
+            if isinstance(cause, ImportError):
+                raise _missing(name, wanted, cause) from cause
+            raise exc.ConfigError(
+                f"backend {name!r}: there is no driver {wanted!r}: set [{name}] driver "
+                f"to one of {', '.join(installed())}",
+                backend=name,
+                driver=wanted,
+                accepted=installed(),
+            ) from None
+        except ImportError as error:
+            raise _missing(name, wanted, error) from error
+        found = cast(type[Backend], manager.driver)
+        self._conf.register_opts(list(found.OPTIONS), group=name)
+        return found
+
+
+def installed() -> list[str]:
+    """Names of the drivers that are installed, loadable or not."""
+    manager: Any = extension.ExtensionManager(
+        NAMESPACE, invoke_on_load=False
+    )
+    return sorted(set(manager.entry_points_names()))
+
+
+def _missing(name: str, wanted: str, error: ImportError) -> exc.MissingDependency:
+    return exc.MissingDependency(
+        f"backend {name!r}: driver {wanted!r} cannot be loaded ({error}): install "
+        f"imagebackend[{wanted}]",
+        backend=name,
+        driver=wanted,
+        library=error.name,
+    )

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options, one module a group.
+
+Groups carry the library's name, so that they live in a compute service's own
+configuration file without a clash; a backend's group is named by the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oslo_config import cfg
+
+from imagebackend.conf import backends, host, images, libvirt, qemu_img, store
+
+_MODULES = (host, store, images, qemu_img, libvirt)
+
+
+def register(conf: cfg.ConfigOpts) -> None:
+    """Register every option of the library; twice does no harm."""
+    for module in _MODULES:
+        conf.register_group(module.GROUP)
+        conf.register_opts(module.OPTIONS, group=module.GROUP)
+
+
+def list_opts() -> list[tuple[cfg.OptGroup, Sequence[cfg.Opt]]]:
+    """For oslo-config-generator and the documentation."""
+    return [(module.GROUP, module.OPTIONS) for module in _MODULES] + [
+        (cfg.OptGroup(name, title=f"Backend of driver {name}", help=help_text), options)
+        for name, help_text, options in backends.SAMPLES
+    ]

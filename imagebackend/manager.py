@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facade: one :class:`DiskManager` a host process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from oslo_config import cfg
+
+from imagebackend import conf as options
+from imagebackend.actions import connect as connect_action
+from imagebackend.actions import create as create_action
+from imagebackend.actions import destroy as destroy_action
+from imagebackend.actions import inspect as inspect_action
+from imagebackend.actions import replace as replace_action
+from imagebackend.actions import resize as resize_action
+from imagebackend.actions import snapshot as snapshot_action
+from imagebackend.actions.context import Context
+from imagebackend.libvirt.guest import GuestDisks
+from imagebackend.model import (
+    JSON,
+    Change,
+    Connection,
+    Disk,
+    DiskSpec,
+    Finding,
+    ImageInfo,
+    Instance,
+    Inventory,
+    Plan,
+    ProgressCallback,
+    UploadTarget,
+)
+from imagebackend.selection import check_id
+
+T = TypeVar("T")
+
+
+class DiskManager:
+    """The disks of this host's instances.
+
+    Called from many threads; a context manager; no I/O before the first verb. The
+    first verb settles what operations that died on this host left behind.
+
+    Every mutating verb: before, the plan passed and no live operation holds the
+    instance; on success rows are settled and equal the storage; on failure all is as
+    before the call, or the row says ``failed`` and why; killed, recovery reaches one
+    of the two. All disks of an instance, or none.
+
+    Every verb raises subclasses of :class:`imagebackend.exceptions.ImageBackendError`
+    and nothing else of the storage's or libvirt's; the classes say who can act.
+    ``auth`` is the caller's keystoneauth plugin, for requests that must run as the
+    caller; the embedded image source has no use for it.
+
+    :param conf: the service's configuration; the library's options are registered
+        on it.
+    """
+
+    def __init__(self, conf: cfg.ConfigOpts) -> None:
+        options.register(conf)
+        self._ctx = Context(conf)
+        self._started = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> DiskManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the store. The next verb opens it again."""
+        self._ctx.store.close()
+
+    @property
+    def host_id(self) -> str:
+        """This host's uuid, from a file under the state path."""
+        return self._ctx.host.id
+
+    # --- what is made ----------------------------------------------------------
+
+    def plan(self, instance: Instance, disks: Sequence[DiskSpec] = ()) -> Plan:
+        """What :meth:`create` would do; no effect.
+
+        :raises RequestError, HostError: as ``create`` would.
+        """
+        return create_action.plan(self._ctx, instance, disks)
+
+    def create(
+        self,
+        instance: Instance,
+        disks: Sequence[DiskSpec] = (),
+        *,
+        auth: Any = None,
+        progress: ProgressCallback | None = None,
+    ) -> Change:
+        """Make the instance's disks: root, ephemeral and swap as flavor and image say,
+        and ``disks``. A spec with the role of a disk that the flavor gives takes its
+        place.
+
+        Again with the same arguments: the same disks, in ``kept``.
+
+        :raises Conflict: the instance exists and was asked for differently.
+        :raises PlacementRefused, SizeRefused, ImageRejected, DiskInUse, NoSpace:
+        """
+        return self._verb(
+            create_action.create, instance, disks, auth=auth, progress=progress
+        )
+
+    def update(
+        self,
+        instance: Instance,
+        disks: Sequence[DiskSpec],
+        *,
+        auth: Any = None,
+        progress: ProgressCallback | None = None,
+    ) -> Change:
+        """Make the instance's disks those that are wanted now, by name.
+
+        A disk that is not wanted any more is deleted, or detached if it is persistent
+        or shared; one that is wanted with other content or a smaller size is
+        re-created; one that is only larger grows, keeping its data. After
+        :meth:`taint` all ephemeral disks are re-created. The guest must be stopped.
+        """
+        return self._verb(
+            replace_action.update, instance, disks, auth=auth, progress=progress
+        )
+
+    def taint(self, instance_id: str) -> None:
+        """Let the next :meth:`update` re-create all ephemeral disks."""
+        self._verb(replace_action.taint, check_id("instance id", instance_id))
+
+    def rebuild(
+        self,
+        instance: Instance,
+        *,
+        auth: Any = None,
+        progress: ProgressCallback | None = None,
+    ) -> Change:
+        """Pristine ephemeral disks, the root disk from ``instance.image``; persistent
+        and shareable disks stay as they are. Disk ids and serials stay. The guest
+        must be stopped; the disks have to be connected again."""
+        return self._verb(
+            replace_action.rebuild, instance, auth=auth, progress=progress
+        )
+
+    def destroy(self, instance_id: str) -> Change:
+        """Delete the instance's ephemeral disks; persistent ones are kept, with an
+        owner or without. An instance that is not recorded: an empty change.
+
+        :raises Busy: a guest has a disk open. :raises HostConflict:
+        """
+        return self._verb(destroy_action.destroy, check_id("instance id", instance_id))
+
+    def delete_disk(self, disk_id: str) -> Change:
+        """Delete a disk that has no owner. :raises DiskInUse: it has."""
+        return self._verb(destroy_action.delete_disk, check_id("disk id", disk_id))
+
+    def resize(
+        self,
+        instance: Instance,
+        guest: GuestDisks | None = None,
+        *,
+        auth: Any = None,
+        progress: ProgressCallback | None = None,
+    ) -> Change:
+        """Grow the disks to the sizes of ``instance.flavor``.
+
+        :param guest: the running guest; None: it is stopped.
+        :raises SizeRefused: a disk would shrink. :raises Busy: the guest runs.
+        """
+        return self._verb(resize_action.resize, instance, guest, auth=auth)
+
+    def snapshot(
+        self,
+        instance_id: str,
+        into: UploadTarget,
+        guest: GuestDisks | None = None,
+        *,
+        progress: ProgressCallback | None = None,
+    ) -> ImageInfo:
+        """The root disk, as it is now, as an image.
+
+        :param guest: the running guest; None: it is stopped.
+        """
+        return self._verb(
+            snapshot_action.snapshot,
+            check_id("instance id", instance_id),
+            into,
+            guest,
+            progress=progress,
+        )
+
+    # --- what a guest needs ----------------------------------------------------
+
+    def connect(self, instance_id: str) -> Sequence[Connection]:
+        """Make all disks reachable from this host; again gives fresh info.
+
+        :raises HostConflict: another host has a disk that is not shareable.
+        """
+        return self._verb(connect_action.connect, check_id("instance id", instance_id))
+
+    def disconnect(self, instance_id: str) -> None:
+        """Let go of all disks on this host. :raises Busy: the guest runs."""
+        self._verb(connect_action.disconnect, check_id("instance id", instance_id))
+
+    def libvirt_xml(self, instance_id: str) -> Sequence[str]:
+        """libvirt's ``<disk>`` elements of the connected disks, rendered fresh."""
+        return self._verb(
+            connect_action.libvirt_xml, check_id("instance id", instance_id)
+        )
+
+    # --- what there is ---------------------------------------------------------
+
+    def list(self, instance_id: str | None = None) -> Iterator[Disk]:
+        """The disks of an instance in the guest's order, or all of the store; a
+        shared disk once for each owner."""
+        if instance_id is not None:
+            check_id("instance id", instance_id)
+        return inspect_action.list_disks(self._ctx, instance_id)
+
+    def capacity(self) -> Sequence[Inventory]:
+        """Room by backend, and what the image cache takes. A storage that does not
+        answer is left out, with a warning in the log."""
+        return inspect_action.capacity(self._ctx)
+
+    def audit(self) -> Iterator[Finding]:
+        """Compare rows, storages and cache, both ways; changes nothing."""
+        return inspect_action.audit(self._ctx)
+
+    def recover(self, *, dry_run: bool = True) -> Iterator[Finding]:
+        """Settle this host's dead operations and purge its debts.
+
+        What cannot be proved to be ours, and operations of other hosts, are only
+        reported. The findings come as it goes: iterate to the end.
+
+        :param dry_run: only say what would be done.
+        """
+        return inspect_action.recover(self._ctx, dry_run=dry_run)
+
+    def export_rows(self, instance_id: str) -> JSON:
+        """The rows of an instance, for a compute service to keep elsewhere."""
+        return inspect_action.export_rows(
+            self._ctx, check_id("instance id", instance_id)
+        )
+
+    def _verb(self, action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        if not self._started:
+            with self._lock:
+                if not self._started:
+                    inspect_action.recover_at_start(self._ctx)
+                    self._started = True
+        return action(self._ctx, *args, **kwargs)

@@ -1,0 +1,644 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what is wanted (flavor, image, disk specs, host configuration) to recipes
+and placements. No effect: everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from oslo_config import cfg
+
+from imagebackend import exceptions as exc
+from imagebackend.backends.loader import Backends
+from imagebackend.model import (
+    DiskSpec,
+    Flavor,
+    GiB,
+    ImageInfo,
+    Instance,
+    Lifecycle,
+    MiB,
+    Path,
+    Placement,
+    Role,
+    Want,
+)
+
+PREFIX = "imagebackend:"
+QUOTA_PREFIX = "quota:disk_"
+QUOTA_KEYS = tuple(
+    f"{QUOTA_PREFIX}{way}_{unit}_sec"
+    for way in ("read", "write", "total")
+    for unit in ("bytes", "iops")
+)
+BUSES = ("virtio", "scsi", "sata", "ide", "usb")
+_CHOICES = ("backend", "volume_type", "pool")
+_ROLE_PREFIX = {Role.EPHEMERAL: "ephemeral_", Role.SWAP: "swap_"}
+FLAVOR_KEYS = tuple(
+    f"{PREFIX}{prefix}{choice}"
+    for prefix in ("", "ephemeral_", "swap_")
+    for choice in _CHOICES
+)
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+_PRINTABLE = re.compile(r"[^\x00-\x1f\x7f]*")
+_DEVICE_PREFIX = {"virtio": "vd", "scsi": "sd", "sata": "sd", "usb": "sd", "ide": "hd"}
+_TRUE = ("true", "1", "yes", "on")
+_CONTENTS = ("image", "base", "disk", "path")
+_MAX_CONFIG_DRIVE = 256 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything it takes to make a disk, resolved; recorded with it, so that it
+    can be made again whatever the host's defaults are by then.
+
+    :ivar size: bytes as asked for, before any rounding.
+    :ivar digest: sha256 of the file at ``path``.
+    """
+
+    role: Role
+    lifecycle: Lifecycle
+    size: int
+    backend: str
+    pool: str | None = None
+    volume_type: str | None = None
+    image: str | None = None
+    base: str | None = None
+    path: str | None = None
+    digest: str | None = None
+    fs: str | None = None
+    label: str | None = None
+    shareable: bool = False
+    cdrom: bool = False
+
+    @property
+    def fill(self) -> str:
+        """The name of the fill that it takes."""
+        if self.image:
+            return "FromImage"
+        return "FromGeneration" if self.base or self.path else "Blank"
+
+    def same_content(self, other: Recipe) -> bool:
+        """Whether only the size differs."""
+        return dataclasses.replace(self, size=0) == dataclasses.replace(other, size=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A disk that an instance shall have: one to make, or an existing one."""
+
+    name: str
+    bus: str
+    recipe: Recipe | None
+    disk_id: str | None = None
+    image: ImageInfo | None = None
+    why: str = ""
+
+
+class Selection:
+    """Chooses by this host's configuration.
+
+    :param image: says what an image source knows of an image id.
+    :param base: size in bytes of an existing disk, by id.
+    """
+
+    def __init__(
+        self,
+        conf: cfg.ConfigOpts,
+        backends: Backends,
+        image: Callable[[str], ImageInfo],
+        base: Callable[[str], int],
+    ) -> None:
+        self._conf = conf
+        self._backends = backends
+        self._image = image
+        self._base = base
+
+    def wanted(self, instance: Instance, disks: Sequence[DiskSpec]) -> list[Wanted]:
+        """All disks of the instance, root first.
+
+        :raises RequestError: with flavor, key, value and what would be accepted.
+        """
+        check_instance(instance)
+        self._check_flavor_keys(instance.flavor)
+        specs = _with_names(_with_flavor(instance, disks))
+        image = self._image(instance.image) if instance.image else None
+        return [self._resolve(instance, spec, image) for spec in specs]
+
+    def resized(
+        self, instance: Instance, disks: Sequence[DiskSpec], sizes: Mapping[str, int]
+    ) -> list[Wanted]:
+        """The disks at the sizes of the instance's new flavor. Needs no image: it may
+        be gone by now.
+
+        :param sizes: of the present disks, by name, for those that nothing sizes.
+        """
+        check_instance(instance)
+        self._check_flavor_keys(instance.flavor)
+        result = []
+        for spec in _with_names(_with_flavor(instance, disks)):
+            if spec.disk:
+                continue
+            backend, pool, volume_type, why = self._choose(instance, spec, None)
+            size = _checked_size(spec) or sizes.get(spec.name, 0)
+            self._limit(f"disk {spec.name!r} of instance {instance.id}", size)
+            recipe = Recipe(
+                spec.role,
+                spec.lifecycle,
+                size,
+                backend,
+                pool,
+                volume_type,
+                shareable=spec.shareable,
+            )
+            result.append(Wanted(spec.name, "", recipe, why=why))
+        return result
+
+    def place(
+        self, recipe: Recipe, instance: Instance, image: ImageInfo | None
+    ) -> Placement:
+        """Where the recipe's backend would make it. No effect."""
+        backend = self._backends.get(recipe.backend)
+        placement = backend.plan(
+            Want(
+                size=recipe.size,
+                role=recipe.role,
+                instance_id=instance.id,
+                project_id=instance.project_id,
+                fill=recipe.fill,
+                image=image,
+                pool=recipe.pool,
+                volume_type=recipe.volume_type,
+                shareable=recipe.shareable,
+                read_only=recipe.cdrom,
+                availability_zone=instance.availability_zone,
+            )
+        )
+        if (
+            recipe.fill == "FromImage"
+            and placement.path in (Path.COPY, Path.CONVERT)
+            and self._conf.imagebackend.slow_path == "refuse"
+        ):
+            raise exc.PlacementRefused(
+                f"backend {recipe.backend!r} would have to {placement.path} image "
+                f"{recipe.image}, and [imagebackend] slow_path is refuse",
+                backend=recipe.backend,
+                image=recipe.image,
+            )
+        return placement
+
+    # --- one disk ------------------------------------------------------------
+
+    def _resolve(
+        self, instance: Instance, spec: DiskSpec, root_image: ImageInfo | None
+    ) -> Wanted:
+        _check_spec(spec)
+        image = root_image
+        if spec.image and (root_image is None or spec.image != root_image.id):
+            image = self._image(spec.image)
+        elif not spec.image:
+            image = None
+        teller = root_image or image
+        properties = teller.properties if teller else {}
+        if properties.get("hw_ephemeral_encryption", "").lower() in (
+            "true",
+            "1",
+            "yes",
+        ):
+            raise exc.PlacementRefused(
+                f"instance {instance.id}: image property hw_ephemeral_encryption asks "
+                f"for encrypted disks, which this version cannot make: use a volume "
+                f"type that encrypts, or an image without the property",
+            )
+        iso = image is not None and image.disk_format == "iso"
+        cdrom = spec.cdrom or iso
+        bus = self._bus(spec, cdrom, properties)
+        if spec.disk:
+            return Wanted(spec.name, bus, None, disk_id=spec.disk)
+        backend, pool, volume_type, why = self._choose(instance, spec, root_image)
+        recipe = Recipe(
+            role=spec.role,
+            lifecycle=spec.lifecycle,
+            size=self._size(instance, spec, image),
+            backend=backend,
+            pool=pool,
+            volume_type=volume_type,
+            image=spec.image,
+            base=spec.base,
+            path=spec.path,
+            digest=_file_digest(spec.path) if spec.path else None,
+            fs=self._fs(spec, properties),
+            label=spec.label,
+            shareable=spec.shareable,
+            cdrom=cdrom,
+        )
+        return Wanted(spec.name, bus, recipe, image=image, why=why)
+
+    def _size(self, instance: Instance, spec: DiskSpec, image: ImageInfo | None) -> int:
+        name = f"disk {spec.name!r} of instance {instance.id}"
+        needs = 0
+        if image is not None:
+            needs = image.virtual_size or 0
+            minimum = image.min_disk_gb * GiB
+            if spec.size and spec.size < minimum:
+                raise exc.SizeRefused(
+                    f"{name} has {spec.size} bytes, but image {image.id} asks for "
+                    f"min_disk {image.min_disk_gb} GiB",
+                    size=spec.size,
+                    needed=minimum,
+                )
+        elif spec.base:
+            needs = self._base(spec.base)
+        elif spec.path:
+            needs = os.stat(spec.path).st_size
+        size = spec.size or self._size_of_content(instance, spec, image, needs)
+        if size < needs:
+            raise exc.SizeRefused(
+                f"{name} has {size} bytes, but its content needs {needs}",
+                size=size,
+                needed=needs,
+            )
+        self._limit(name, size)
+        return size
+
+    def _limit(self, name: str, size: int) -> None:
+        limit = self._conf.imagebackend.max_disk_gb * GiB
+        if size > limit:
+            raise exc.SizeRefused(
+                f"{name} would have {size} bytes: [imagebackend] max_disk_gb allows "
+                f"{limit}",
+                size=size,
+                limit=limit,
+            )
+
+    def _size_of_content(
+        self, instance: Instance, spec: DiskSpec, image: ImageInfo | None, needs: int
+    ) -> int:
+        if not needs:
+            what = f"image {image.id} says nothing of" if image else "nothing says"
+            raise exc.SizeRefused(
+                f"disk {spec.name!r} of instance {instance.id} has no size, and {what} "
+                f"its virtual size: give one",
+            )
+        if image is not None and spec.role is Role.ROOT and instance.flavor:
+            limit = self._conf.imagebackend.max_image_root_gb
+            if needs > limit * GiB:
+                raise exc.SizeRefused(
+                    f"flavor {instance.flavor.name!r} has root_gb 0 and image "
+                    f"{image.id} needs {needs} bytes: [imagebackend] "
+                    f"max_image_root_gb allows {limit} GiB",
+                    size=needs,
+                    limit=limit * GiB,
+                )
+        return needs
+
+    def _fs(self, spec: DiskSpec, properties: Mapping[str, str]) -> str | None:
+        if spec.fs != _DEFAULT_FS:
+            return spec.fs
+        if properties.get("os_type") == "windows":
+            return "vfat"
+        default: str = self._conf.imagebackend.default_ephemeral_format
+        return default
+
+    def _bus(self, spec: DiskSpec, cdrom: bool, properties: Mapping[str, str]) -> str:
+        found = spec.bus or properties.get("hw_cdrom_bus" if cdrom else "hw_disk_bus")
+        if found is None:
+            found = "sata" if cdrom else self._conf.imagebackend.default_bus
+        if found not in BUSES or (cdrom and found in ("virtio", "usb")):
+            allowed = ("scsi", "sata", "ide") if cdrom else BUSES
+            raise exc.InvalidValue(
+                f"bus of disk {spec.name!r}", found, "one of " + ", ".join(allowed)
+            )
+        return str(found)
+
+    # --- the backend ---------------------------------------------------------
+
+    def _choose(
+        self, instance: Instance, spec: DiskSpec, root_image: ImageInfo | None
+    ) -> tuple[str, str | None, str | None, str]:
+        """Backend, pool, volume type, and who said so; the first that says anything
+        of the place decides all of it."""
+        prefix = _ROLE_PREFIX.get(spec.role, "")
+        options: list[tuple[str, dict[str, str | None]]] = [
+            (
+                f"disk {spec.name!r}",
+                {
+                    "backend": spec.backend,
+                    "volume_type": spec.volume_type,
+                    "pool": spec.pool,
+                },
+            )
+        ]
+        if instance.flavor is not None:
+            specs = instance.flavor.extra_specs
+            for kind in dict.fromkeys((prefix, "")):
+                options.append(
+                    (
+                        f"flavor {instance.flavor.name!r}",
+                        {key: specs.get(PREFIX + kind + key) for key in _CHOICES},
+                    )
+                )
+        if root_image and spec.role is Role.ROOT:
+            property_ = root_image.properties.get("cinder_img_volume_type")
+            if property_ and self._conf.imagebackend.allow_image_volume_type:
+                options.append((f"image {root_image.id}", {"volume_type": property_}))
+        for who, choice in options:
+            if any(choice.values()):
+                return (
+                    self._backend_for(who, choice, spec.role),
+                    choice.get("pool"),
+                    choice.get("volume_type"),
+                    who,
+                )
+        return self._default(spec.role), None, None, "host"
+
+    def _backend_for(self, who: str, choice: dict[str, str | None], role: Role) -> str:
+        name = choice.get("backend")
+        if name is None and choice.get("volume_type"):
+            able = [
+                candidate
+                for candidate in self._backends.names
+                if self._backends.driver(candidate).VOLUME_TYPES
+            ]
+            if not able:
+                raise exc.PlacementRefused(
+                    f"{who} asks for volume type {choice['volume_type']!r}, but no "
+                    f"backend of this host has volume types: "
+                    f"{', '.join(self._backends.names)}",
+                    volume_type=choice["volume_type"],
+                )
+            return able[0]
+        if name is None:
+            return self._default(role)
+        if name not in self._backends.names:
+            raise exc.PlacementRefused(
+                f"{who} asks for backend {name!r}, which is not enabled on this host: "
+                f"[imagebackend] enabled_backends has "
+                f"{', '.join(self._backends.names)}",
+                backend=name,
+                accepted=self._backends.names,
+            )
+        return name
+
+    def _default(self, role: Role) -> str:
+        host = self._conf.imagebackend
+        by_role = {
+            Role.EPHEMERAL: ("ephemeral_backend", host.ephemeral_backend),
+            Role.SWAP: ("swap_backend", host.swap_backend),
+        }
+        option, name = by_role.get(role, ("", None))
+        if not name:
+            option, name = "default_backend", host.default_backend
+        if not name:
+            return self._backends.names[0]
+        if name not in self._backends.names:
+            raise exc.ConfigError(
+                f"[imagebackend] {option} is {name!r}, which is not among "
+                f"enabled_backends: {', '.join(self._backends.names)}",
+                option=option,
+            )
+        return str(name)
+
+    def _check_flavor_keys(self, flavor: Flavor | None) -> None:
+        if flavor is None:
+            return
+        for key, value in flavor.extra_specs.items():
+            where = f"extra spec {key!r} of flavor {flavor.name!r}"
+            if key in QUOTA_KEYS:
+                if not str(value).isdigit():
+                    raise exc.InvalidValue(where, value, "a whole number")
+            elif key.startswith(PREFIX):
+                if key not in FLAVOR_KEYS:
+                    raise exc.PlacementRefused(
+                        f"flavor {flavor.name!r} has the unknown extra spec {key!r}: "
+                        f"known are {', '.join(FLAVOR_KEYS)}",
+                        flavor=flavor.name,
+                        key=key,
+                    )
+                if not self._conf.imagebackend.allow_flavor_override:
+                    raise exc.PlacementRefused(
+                        f"flavor {flavor.name!r} has {key!r}, but [imagebackend] "
+                        f"allow_flavor_override is off on this host",
+                        flavor=flavor.name,
+                        key=key,
+                    )
+                if not value or not _PRINTABLE.fullmatch(str(value)):
+                    raise exc.InvalidValue(where, value, "a name")
+
+
+# --- what the flavor gives ----------------------------------------------------
+
+_DEFAULT_FS = "default"
+
+
+def _with_flavor(instance: Instance, disks: Sequence[DiskSpec]) -> list[DiskSpec]:
+    """The caller's specs, and those that follow from flavor and image."""
+    flavor = instance.flavor
+    roots = [spec for spec in disks if spec.role is Role.ROOT]
+    if len(roots) > 1:
+        raise exc.InvalidValue("disks", [spec.name for spec in roots], "of one root")
+    specs: list[DiskSpec] = []
+    if roots:
+        specs.append(roots[0])
+    elif instance.image or (flavor and flavor.root_gb):
+        size = flavor.root_gb * GiB if flavor else 0
+        specs.append(DiskSpec(role=Role.ROOT, size=size, image=instance.image))
+    others = [spec for spec in disks if spec.role is not Role.ROOT]
+    if flavor:
+        specs += _limited(instance, flavor, others)
+    return specs + others
+
+
+def _limited(
+    instance: Instance, flavor: Flavor, others: Sequence[DiskSpec]
+) -> list[DiskSpec]:
+    """Ephemeral and swap disks that the flavor has and nobody declared; what was
+    declared must fit into the flavor, in sum."""
+    derived: list[DiskSpec] = []
+    for role, total, spec in (
+        (
+            Role.EPHEMERAL,
+            flavor.ephemeral_gb * GiB,
+            DiskSpec(role=Role.EPHEMERAL, fs=_DEFAULT_FS, label="ephemeral0"),
+        ),
+        (Role.SWAP, flavor.swap_mb * MiB, DiskSpec(role=Role.SWAP, fs="swap")),
+    ):
+        declared = [
+            other
+            for other in others
+            if other.role is role
+            and other.lifecycle is Lifecycle.EPHEMERAL
+            and not (other.disk or other.shareable)
+        ]
+        asked = sum(_checked_size(other) for other in declared)
+        if asked > total:
+            raise exc.SizeRefused(
+                f"instance {instance.id}: its {role} disks sum up to {asked} bytes, "
+                f"flavor {flavor.name!r} allows {total}",
+                size=asked,
+                limit=total,
+            )
+        if total and not declared:
+            derived.append(dataclasses.replace(spec, size=total))
+    return derived
+
+
+def _with_names(specs: Iterable[DiskSpec]) -> list[DiskSpec]:
+    taken: set[str] = set()
+    named: list[DiskSpec] = []
+    specs = list(specs)
+    given = {spec.name for spec in specs if spec.name}
+    for spec in specs:
+        name = spec.name or _derived_name(spec.role, taken | given)
+        if name in taken:
+            raise exc.InvalidValue("name of a disk", name, "unique in its instance")
+        taken.add(name)
+        named.append(dataclasses.replace(spec, name=name))
+    return named
+
+
+def _derived_name(role: Role, taken: set[str]) -> str:
+    names = [str(role)] if role is not Role.EPHEMERAL else []
+    number = 0
+    while True:
+        for name in [*names, f"{role}{number}"]:
+            if name not in taken:
+                return name
+        number += 1
+
+
+def next_device(bus: str, taken: Iterable[str]) -> str:
+    """The first free device name on the bus (``vda``, …, ``vdz``, ``vdaa``, …)."""
+    used = set(taken)
+    number = 0
+    while True:
+        name = _DEVICE_PREFIX[bus] + _letters(number)
+        if name not in used:
+            return name
+        number += 1
+
+
+def _letters(number: int) -> str:
+    text = ""
+    number += 1
+    while number:
+        number, rest = divmod(number - 1, 26)
+        text = chr(ord("a") + rest) + text
+    return text
+
+
+# --- what is acceptable -------------------------------------------------------
+
+
+def check_id(what: str, value: object) -> str:
+    """:raises InvalidValue: not a uuid as OpenStack and libvirt write it."""
+    try:
+        if isinstance(value, str) and str(uuid.UUID(value)) == value:
+            return value
+    except ValueError:
+        pass
+    raise exc.InvalidValue(
+        what, value, "a uuid, as 8be4df61-93ca-11d2-aa0d-00e098032b8c"
+    )
+
+
+def check_instance(instance: Instance) -> None:
+    """:raises InvalidValue: an id, text or number of it is not acceptable."""
+    check_id("instance id", instance.id)
+    for what, text in (
+        ("project id", instance.project_id),
+        ("name of the instance", instance.name),
+        ("availability zone", instance.availability_zone or ""),
+    ):
+        if not (
+            isinstance(text, str) and len(text) <= 255 and _PRINTABLE.fullmatch(text)
+        ):
+            raise exc.InvalidValue(what, text, "printable, of at most 255 characters")
+    flavor = instance.flavor
+    if flavor is None:
+        return
+    for name in ("root_gb", "ephemeral_gb", "swap_mb"):
+        number = getattr(flavor, name)
+        if type(number) is not int or number < 0:
+            raise exc.InvalidValue(
+                f"{name} of flavor {flavor.name!r}", number, "a whole number, 0 or more"
+            )
+
+
+def _checked_size(spec: DiskSpec) -> int:
+    if type(spec.size) is not int or spec.size < 0:
+        raise exc.InvalidValue(
+            f"size of disk {spec.name or str(spec.role)!r}",
+            spec.size,
+            "a whole number of bytes, 0 or more",
+        )
+    return spec.size
+
+
+def _check_spec(spec: DiskSpec) -> None:
+    what = f"disk {spec.name!r}"
+    if not _NAME.fullmatch(spec.name):
+        raise exc.InvalidValue(
+            "name of a disk",
+            spec.name,
+            "at most 40 characters of a-z, 0-9, - and _, no - or _ first",
+        )
+    size = _checked_size(spec)
+    given = [
+        key
+        for key in ("image", "base", "disk", "path")
+        if getattr(spec, key) is not None
+    ]
+    if len(given) > 1:
+        raise exc.InvalidValue(what, given, "of one of image, base, disk, path")
+    if not given and not size:
+        raise exc.InvalidValue(
+            what, "empty", "given a size, or one of image, base, disk, path"
+        )
+    if spec.disk is not None:
+        check_id(f"id of the existing disk for {what}", spec.disk)
+    if spec.base is not None:
+        check_id(f"id of the base disk for {what}", spec.base)
+    if spec.fs is not None and given:
+        raise exc.InvalidValue(
+            f"file system of {what}", spec.fs, f"left out beside {given[0]}"
+        )
+    if spec.fs is not None and spec.fs not in (
+        _DEFAULT_FS,
+        "ext4",
+        "xfs",
+        "vfat",
+        "swap",
+    ):
+        raise exc.InvalidValue(
+            f"file system of {what}", spec.fs, "one of ext4, xfs, vfat, swap"
+        )
+    if spec.label is not None and not re.fullmatch(r"[\w.-]{1,16}", spec.label):
+        raise exc.InvalidValue(
+            f"label of {what}", spec.label, "1 to 16 letters, digits, ., -, _"
+        )
+    if spec.path is not None:
+        _check_path(what, spec.path)
+
+
+def _check_path(what: str, path: str) -> None:
+    if not os.path.isabs(path) or not _PRINTABLE.fullmatch(path):
+        raise exc.InvalidValue(f"path of {what}", path, "an absolute path")
+    if not os.path.isfile(path):
+        raise exc.InvalidValue(f"path of {what}", path, "an existing file")
+    size = os.stat(path).st_size
+    if not 0 < size <= _MAX_CONFIG_DRIVE:
+        raise exc.InvalidValue(
+            f"size of {path}", size, f"between 1 and {_MAX_CONFIG_DRIVE} bytes"
+        )
+
+
+def _file_digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

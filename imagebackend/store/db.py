@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The database: connection, durability, schema version, translation of errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import sqlalchemy as sa
+from oslo_config import cfg
+from sqlalchemy import event
+from sqlalchemy import exc as sa_exc
+
+from imagebackend import exceptions as exc
+from imagebackend.store import schema
+
+_SQLITE_FILE = "imagebackend.sqlite"
+_VERSION = sa.text("SELECT version_num FROM alembic_version")
+
+
+class Database:
+    """Opens when first used, then stays open; thread safe."""
+
+    def __init__(self, conf: cfg.ConfigOpts) -> None:
+        self._conf = conf
+        self._lock = threading.Lock()
+        self._engine: sa.Engine | None = None
+
+    @property
+    def url(self) -> sa.URL:
+        configured = self._conf.imagebackend_store.connection
+        if configured:
+            try:
+                return sa.make_url(configured)
+            except sa_exc.ArgumentError:
+                raise exc.ConfigError(
+                    "[imagebackend_store] connection is not an SQLAlchemy URL, as "
+                    "mysql+pymysql://user:password@host/name"
+                ) from None
+        path = os.path.join(self._conf.imagebackend.state_path, "store", _SQLITE_FILE)
+        return sa.URL.create("sqlite", database=os.path.abspath(path))
+
+    @property
+    def shared(self) -> bool:
+        """Whether other hosts can use the same rows."""
+        return self.url.get_backend_name() != "sqlite"
+
+    @property
+    def name(self) -> str:
+        """For messages: no password."""
+        url = self.url
+        if url.get_backend_name() == "sqlite":
+            return str(url.database)
+        return url.render_as_string(hide_password=True)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sa.Connection]:
+        """One consistent view."""
+        with self._errors(), self._open().connect() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sa.Connection]:
+        """One transaction, durable when the block has ended."""
+        with self._errors(), self._open().connect() as connection:
+            if connection.dialect.name == "sqlite":
+                # Take the write lock now: a reader that becomes a writer later may
+                # be refused however long it waits.
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            with connection.begin():
+                yield connection
+
+    def close(self) -> None:
+        with self._lock:
+            if self._engine is not None:
+                self._engine.dispose()
+                self._engine = None
+
+    # --- schema --------------------------------------------------------------
+
+    def upgrade(self) -> str | None:
+        """Bring the schema up to date; returns the revision before, None if new."""
+        engine = self._connect()
+        try:
+            with self._errors():
+                before = self._version(engine)
+                self._refuse_newer(before)
+                _run_migrations(engine)
+                self._seed(engine)
+        finally:
+            engine.dispose()
+        return before
+
+    def revision(self) -> str | None:
+        """The schema's revision; None if there is no schema yet.
+
+        :raises StoreError: the database does not answer, or is damaged.
+        """
+        if not self.shared and not os.path.exists(str(self.url.database)):
+            return None
+        engine = self._connect()
+        try:
+            with self._errors():
+                return self._version(engine)
+        finally:
+            engine.dispose()
+
+    def damage(self) -> str:
+        """What SQLite's own check finds wrong; empty if nothing, or not SQLite."""
+        if self.shared:
+            return ""
+        with self.reading() as connection:
+            answer = connection.exec_driver_sql("PRAGMA quick_check").scalar()
+        return "" if answer == "ok" else str(answer)
+
+    def _open(self) -> sa.Engine:
+        engine = self._engine
+        if engine is not None:
+            return engine
+        with self._lock:
+            if self._engine is None:
+                self._engine = self._checked()
+            return self._engine
+
+    def _checked(self) -> sa.Engine:
+        if not self.shared and self._make_file():
+            self.upgrade()
+        engine = self._connect()
+        version = self._version(engine)
+        if version is None and not self.shared:
+            # Another process is making it, or died while it did.
+            self.upgrade()
+            version = self._version(engine)
+        self._refuse_newer(version)
+        if version != schema.REVISION:
+            raise exc.StoreError(
+                f"the store {self.name} has schema {version or 'none'}, this version "
+                f"works with {schema.REVISION}: run `imagebackend db upgrade`",
+                store=self.name,
+                found=version,
+                wanted=schema.REVISION,
+            )
+        return engine
+
+    def _make_file(self) -> bool:
+        path = str(self.url.database)
+        if os.path.exists(path):
+            return False
+        if not self._conf.imagebackend_store.connection:
+            os.makedirs(self._conf.imagebackend.state_path, mode=0o711, exist_ok=True)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        return True
+
+    def _connect(self) -> sa.Engine:
+        url = self.url
+        if url.get_backend_name() != "sqlite":
+            return sa.create_engine(url, pool_pre_ping=True)
+        if url.database in (None, "", ":memory:"):
+            raise exc.ConfigError(
+                "[imagebackend_store] connection names an SQLite database in memory: "
+                "it must be a file, or crashes lose what disks there are"
+            )
+        if not self._conf.imagebackend_store.connection:
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(os.path.dirname(str(url.database)), 0o700)
+        engine = sa.create_engine(
+            url,
+            connect_args={
+                "timeout": self._conf.imagebackend_store.busy_timeout,
+                # The driver must not begin transactions by itself: `writing` does.
+                "isolation_level": None,
+                "check_same_thread": False,
+            },
+        )
+        event.listen(engine, "connect", _sqlite_durable)
+        return engine
+
+    def _version(self, engine: sa.Engine) -> str | None:
+        with engine.connect() as connection:
+            if not sa.inspect(connection).has_table("alembic_version"):
+                return None
+            found = connection.execute(_VERSION).scalar()
+        return None if found is None else str(found)
+
+    def _refuse_newer(self, version: str | None) -> None:
+        if version is not None and version > schema.REVISION:
+            raise exc.StoreError(
+                f"the store {self.name} has schema {version}, newer than this "
+                f"version's {schema.REVISION}: upgrade imagebackend on this host",
+                store=self.name,
+                found=version,
+                wanted=schema.REVISION,
+            )
+
+    def _seed(self, engine: sa.Engine) -> None:
+        # Short, since it is part of every object's name; 48 random bits tell the
+        # deployments that share a storage apart.
+        row = {"key": "deployment_id", "value": secrets.token_hex(6)}
+        with contextlib.suppress(sa_exc.IntegrityError), engine.begin() as connection:
+            connection.execute(sa.insert(schema.meta).values(row))
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Only our exceptions leave; a violated constraint is the caller's to read."""
+        try:
+            yield
+        except sa_exc.IntegrityError:
+            raise
+        except sa_exc.DBAPIError as error:
+            raise self._translate(error) from error
+        except sa_exc.NoSuchModuleError as error:
+            raise exc.ConfigError(
+                f"[imagebackend_store] connection: {error}"
+            ) from error
+        except ModuleNotFoundError as error:
+            raise exc.MissingDependency(
+                f"the store {self.name} needs the Python library {error.name}",
+                library=error.name,
+            ) from error
+
+    def _translate(self, error: sa_exc.DBAPIError) -> exc.ImageBackendError:
+        reason = str(error.orig)
+        if "malformed" in reason or "not a database" in reason:
+            what = (
+                "is damaged: restore it from a backup; the disks are untouched, "
+                "`imagebackend audit` will list them"
+            )
+        elif "locked" in reason:
+            what = (
+                "was held by another process for longer than [imagebackend_store] "
+                "busy_timeout"
+            )
+        elif "readonly" in reason or "unable to open" in reason:
+            what = "cannot be opened for writing by this user"
+        elif "full" in reason or "disk I/O" in reason:
+            what = "cannot be written: is its file system full?"
+        else:
+            what = "failed"
+        return exc.StoreError(
+            f"the store {self.name} {what} ({reason})", store=self.name, reason=reason
+        )
+
+
+def _sqlite_durable(connection: sqlite3.Connection, _record: Any) -> None:
+    """WAL with synchronous=FULL: a commit is on the disk when it returns."""
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.close()
+
+
+def _run_migrations(engine: sa.Engine) -> None:
+    # Alembic is needed only here, and costs as much as the rest together.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", "imagebackend.store:migrations")
+    with engine.connect() as connection:
+        if connection.dialect.name == "sqlite":
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        with connection.begin():
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
