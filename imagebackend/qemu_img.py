@@ -22,6 +22,8 @@ from imagebackend.conf import qemu_img as options
 from imagebackend.model import MiB, Progress, ProgressCallback, Source
 
 _GROUP = options.GROUP.name
+#: Exit codes of `qemu-img check`.
+_CHECK_CORRUPT, _CHECK_LEAKS, _CHECK_UNKNOWN = 2, 3, 63
 _PERCENT = re.compile(r"\(([0-9.]+)/100%\)")
 
 
@@ -63,6 +65,17 @@ class QemuImg:
         :raises Busy: a guest has it open.
         """
         self._run(["resize", "-q", "--image-opts", image_opts(source), str(size)])
+
+    def check(self, source: Source) -> str:
+        """What is wrong with the image's tables; empty if nothing, or if the format
+        has no check. Unused clusters that are not free do no harm."""
+        argv = ["check", "-q", "--image-opts", image_opts(source)]
+        result = self._child(argv, copying=True)
+        if result.returncode in (0, _CHECK_LEAKS, _CHECK_UNKNOWN):
+            return ""
+        if result.returncode == _CHECK_CORRUPT:
+            return _last_line(result.stderr) or "qemu-img finds its tables corrupt"
+        raise self._error(argv, result, self._conf[_GROUP].copy_cpu_seconds, "copy_")
 
     def convert(
         self,
@@ -121,6 +134,19 @@ class QemuImg:
         copying: bool = False,
         on_output: Callable[[str], None] | None = None,
     ) -> None:
+        result = self._child(argv, copying=copying, on_output=on_output)
+        if result.returncode:
+            prefix = "copy_" if copying else ""
+            cpu = self._conf[_GROUP][f"{prefix}cpu_seconds"]
+            raise self._error(argv, result, cpu, prefix)
+
+    def _child(
+        self,
+        argv: Sequence[str],
+        *,
+        copying: bool = False,
+        on_output: Callable[[str], None] | None = None,
+    ) -> processes.Result:
         limits = self._conf[_GROUP]
         prefix = "copy_" if copying else ""
         cpu = limits[f"{prefix}cpu_seconds"]
@@ -135,13 +161,11 @@ class QemuImg:
             *argv,
         ]
         try:
-            result = processes.run(
+            return processes.run(
                 command, timeout=timeout, package="util-linux", on_output=on_output
             )
         except TimeoutError:
             raise _limit(argv[0], f"{prefix}timeout", f"{timeout} s") from None
-        if result.returncode:
-            raise self._error(argv, result, cpu, prefix)
 
     def _error(
         self, argv: Sequence[str], result: processes.Result, cpu: int, prefix: str

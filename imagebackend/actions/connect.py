@@ -14,7 +14,7 @@ from imagebackend.actions.context import (
     settle_disk,
 )
 from imagebackend.actions.replace import known_instance, must_be_idle, release
-from imagebackend.actions.settle import settle
+from imagebackend.actions.settle import begin
 from imagebackend.libvirt.xml import DiskDevice, disk_xml
 from imagebackend.model import Connection, DiskState, Instance, Role
 from imagebackend.selection import QUOTA_KEYS, QUOTA_PREFIX
@@ -23,9 +23,7 @@ from imagebackend.store.rows import AttachmentRow, DiskRow, GenerationRow, Reade
 
 def connect(ctx: Context, instance_id: str) -> Sequence[Connection]:
     """See :meth:`imagebackend.manager.DiskManager.connect`."""
-    with ctx.operations.begin(
-        "connect", instance_id, lambda operation: settle(ctx, operation)
-    ) as operation:
+    with begin(ctx, "connect", instance_id) as operation:
         with ctx.store.writing() as tx:
             known_instance(tx, instance_id)
             todo: list[tuple[GenerationRow, AttachmentRow]] = []
@@ -57,9 +55,7 @@ def connect(ctx: Context, instance_id: str) -> Sequence[Connection]:
 
 def disconnect(ctx: Context, instance_id: str) -> None:
     """See :meth:`imagebackend.manager.DiskManager.disconnect`."""
-    with ctx.operations.begin(
-        "disconnect", instance_id, lambda operation: settle(ctx, operation)
-    ) as operation:
+    with begin(ctx, "disconnect", instance_id) as operation:
         with ctx.store.reading() as rows:
             known_instance(rows, instance_id)
             owned = rows.owned(instance_id)

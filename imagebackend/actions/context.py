@@ -8,7 +8,7 @@ import dataclasses
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from oslo_config import cfg
@@ -29,7 +29,6 @@ from imagebackend.images.access import CachedAccess, load_source
 from imagebackend.images.base import ImageSource
 from imagebackend.images.cache import ImageCache
 from imagebackend.model import (
-    CachedImage,
     Connection,
     Creation,
     Disk,
@@ -94,8 +93,12 @@ class Context:
     def cache(self) -> ImageCache:
         with self._lock:
             if self._cache is None:
-                self._cache = ImageCache(self.conf, self.host.id)
+                self._cache = ImageCache(self.conf, self.host, self._entries_in_use)
             return self._cache
+
+    def _entries_in_use(self) -> set[str]:
+        with self.store.reading() as rows:
+            return rows.entries_in_use(self.host.id)
 
     def backend(self, row: GenerationRow) -> Backend:
         return self.backends.get(row.backend)
@@ -205,10 +208,16 @@ class Context:
         progress: ProgressCallback | None,
     ) -> Iterator[Fill]:
         if image is not None:
-            access = CachedAccess(
-                self.source, self.cache, image, auth=auth, progress=progress
+            yield FromImage(
+                CachedAccess(
+                    self.source,
+                    self.cache,
+                    image,
+                    limit=row.size,
+                    auth=auth,
+                    progress=progress,
+                )
             )
-            yield FromImage(_Fitting(access, row))
         elif recipe.base is not None:
             with self._base_source(recipe.base) as (source, size, generation):
                 yield FromGeneration(source, size, generation)
@@ -247,9 +256,7 @@ class Context:
 
     # --- connections ---------------------------------------------------------
 
-    def connect(
-        self, row: GenerationRow, attachment: AttachmentRow
-    ) -> Connection:
+    def connect(self, row: GenerationRow, attachment: AttachmentRow) -> Connection:
         """Connect for a committed attachment row; again gives fresh info."""
 
         def record(handle: Handle) -> None:
@@ -321,34 +328,6 @@ class Context:
             reason=row.reason,
             operation=row.operation_id or "",
         )
-
-
-class _Fitting:
-    """An image that must fit into the generation that it fills."""
-
-    def __init__(self, access: CachedAccess, row: GenerationRow) -> None:
-        self._access = access
-        self._row = row
-
-    @property
-    def info(self) -> ImageInfo:
-        return self._access.info
-
-    def locations(self) -> Sequence[str]:
-        return self._access.locations()
-
-    @contextlib.contextmanager
-    def cached(self) -> Iterator[CachedImage]:
-        with self._access.cached() as image:
-            if image.virtual_size > self._row.size:
-                raise exc.SizeRefused(
-                    f"image {self.info.id} needs {image.virtual_size} bytes, disk "
-                    f"{self._row.disk_name!r} has {self._row.size}",
-                    image=self.info.id,
-                    size=self._row.size,
-                    needed=image.virtual_size,
-                )
-            yield image
 
 
 def recipe_of(row: DiskRow) -> Recipe:

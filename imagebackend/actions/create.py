@@ -13,7 +13,7 @@ from sqlalchemy import exc as sa_exc
 from imagebackend import exceptions as exc
 from imagebackend import model
 from imagebackend.actions.context import Context, free, settle_disk
-from imagebackend.actions.settle import settle
+from imagebackend.actions.settle import begin
 from imagebackend.model import (
     Change,
     Creation,
@@ -87,9 +87,7 @@ def create(
     same = _already(ctx, instance, request)
     if same is not None:
         return same
-    with ctx.operations.begin(
-        "create", instance.id, lambda operation: settle(ctx, operation)
-    ) as operation:
+    with begin(ctx, "create", instance.id) as operation:
         same = _already(ctx, instance, request)
         if same is not None:
             with ctx.store.writing() as tx:
@@ -177,7 +175,9 @@ class Batch:
         before a transaction begins."""
         selection = self._ctx.selection(self._auth)
         return [
-            each.recipe and selection.place(each.recipe, self._instance, each.image)
+            None
+            if each.recipe is None
+            else selection.place(each.recipe, self._instance, each.image)
             for each in wanted
         ]
 
@@ -344,8 +344,7 @@ class Batch:
             )
         if disk.project_id != self._instance.project_id:
             raise exc.DiskNotFound(
-                f"disk {disk.id} is not one of project "
-                f"{self._instance.project_id!r}",
+                f"disk {disk.id} is not one of project {self._instance.project_id!r}",
                 disk=disk.id,
             )
 
@@ -360,4 +359,3 @@ def _taken(owner: OwnerRow) -> Iterator[None]:
             f"another one named {owner.name!r}",
             disk=owner.disk_id,
         ) from error
-

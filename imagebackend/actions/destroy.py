@@ -6,7 +6,7 @@ from __future__ import annotations
 from imagebackend import exceptions as exc
 from imagebackend.actions.context import Context, free, hold
 from imagebackend.actions.replace import detach, must_be_idle, release
-from imagebackend.actions.settle import drop_generation, settle
+from imagebackend.actions.settle import begin, drop_generation
 from imagebackend.model import Change, DiskChange, DiskState, Lifecycle
 from imagebackend.store.rows import DiskRow, OwnerRow
 
@@ -18,9 +18,7 @@ def destroy(ctx: Context, instance_id: str) -> Change:
         running = rows.operation(instance_id)
     if absent and running is None:
         return Change(instance_id)
-    with ctx.operations.begin(
-        "destroy", instance_id, lambda operation: settle(ctx, operation)
-    ) as operation:
+    with begin(ctx, "destroy", instance_id) as operation:
         with ctx.store.reading() as rows:
             instance = rows.instance(instance_id)
             owned = rows.owned(instance_id)
@@ -62,9 +60,7 @@ def destroy(ctx: Context, instance_id: str) -> Change:
 
 def delete_disk(ctx: Context, disk_id: str) -> Change:
     """See :meth:`imagebackend.manager.DiskManager.delete_disk`."""
-    with ctx.operations.begin(
-        "delete", disk_id, lambda operation: settle(ctx, operation)
-    ) as operation:
+    with begin(ctx, "delete", disk_id) as operation:
         with ctx.store.reading() as rows:
             disk = rows.disk(disk_id)
             owners = rows.owners(disk_id)

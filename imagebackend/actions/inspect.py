@@ -23,7 +23,7 @@ from imagebackend.model import (
     Inventory,
     Severity,
 )
-from imagebackend.store.rows import DiskRow, GenerationRow, OperationRow
+from imagebackend.store.rows import DiskRow, GenerationRow, OperationRow, OwnerRow
 
 LOG = log.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def list_disks(ctx: Context, instance_id: str | None) -> Iterator[Disk]:
         with ctx.store.reading() as rows:
             disks = []
             for row in page:
-                owners = rows.owners(row.id) or [None]
+                owners: list[OwnerRow | None] = [*rows.owners(row.id)] or [None]
                 disks += [ctx.disk(rows, row, owner) for owner in owners]
         yield from disks
 
@@ -146,9 +146,7 @@ def export_rows(ctx: Context, instance_id: str) -> JSON:
     with ctx.store.reading() as rows:
         instance = known_instance(rows, instance_id)
         owned = rows.owned(instance_id)
-        generations = [
-            row for _, disk in owned for row in rows.generations(disk.id)
-        ]
+        generations = [row for _, disk in owned for row in rows.generations(disk.id)]
         return {
             "deployment_id": rows.meta("deployment_id"),
             "instance": _plain(instance),
@@ -156,9 +154,7 @@ def export_rows(ctx: Context, instance_id: str) -> JSON:
             "disks": [_plain(disk) for _, disk in owned],
             "generations": [_plain(row) for row in generations],
             "attachments": [
-                _plain(each)
-                for row in generations
-                for each in rows.attachments(row.id)
+                _plain(each) for row in generations for each in rows.attachments(row.id)
             ],
         }
 
@@ -298,18 +294,22 @@ def _audit_generation(ctx: Context, row: GenerationRow) -> Iterator[Finding]:
             row.reason or "is still to be purged",
             "run `imagebackend recover --apply`",
         )
-    if row.entry and row.backend in ctx.backends.names:
-        if ctx.cache.lookup(row.entry) is None and row.operation_id is None:
-            yield Finding(
-                Severity.ERROR,
-                f"object {row.id} of {row.backend}",
-                f"needs image cache entry {row.entry}, which is not there or broken",
-                "restore the entry: the disk cannot be read without it",
-            )
+    if (
+        row.entry
+        and row.operation_id is None
+        and row.state is not GenerationState.DEBT
+        and ctx.cache.lookup(row.entry) is None
+    ):
+        yield Finding(
+            Severity.ERROR,
+            f"object {row.id} of {row.backend}",
+            f"needs image cache entry {row.entry}, which is not there or broken",
+            "restore the entry: the disk cannot be read without it",
+        )
 
 
 def _audit_cache(ctx: Context) -> Iterator[Finding]:
-    for entry in ctx.cache.entries():
+    for entry in ctx.cache.entries(verify=True):
         if entry.broken:
             yield Finding(
                 Severity.ERROR,

@@ -24,7 +24,7 @@ from imagebackend.actions.context import (
     specs_of,
 )
 from imagebackend.actions.create import Batch, create, request_text
-from imagebackend.actions.settle import pay_debts, settle
+from imagebackend.actions.settle import begin, pay_debts
 from imagebackend.model import (
     Change,
     DiskChange,
@@ -84,9 +84,7 @@ def rebuild(
         )
     instance = dataclasses.replace(recorded, image=instance.image or recorded.image)
     new_root = ctx.image(instance.image, auth) if instance.image else None
-    with ctx.operations.begin(
-        "rebuild", instance.id, lambda operation: settle(ctx, operation)
-    ) as operation:
+    with begin(ctx, "rebuild", instance.id) as operation:
         row, present = _present(ctx, instance.id, "rebuild")
         steps = _Steps()
         for owner, disk in present:
@@ -126,9 +124,7 @@ def update(
     if absent:
         return create(ctx, instance, disks, auth=auth, progress=progress)
     wanted = ctx.selection(auth).wanted(instance, disks)
-    with ctx.operations.begin(
-        "update", instance.id, lambda operation: settle(ctx, operation)
-    ) as operation:
+    with begin(ctx, "update", instance.id) as operation:
         row, present = _present(ctx, instance.id, "update")
         steps = _compare(ctx, row, wanted, present)
         return _apply(

@@ -19,7 +19,7 @@ from imagebackend.actions.context import (
 )
 from imagebackend.actions.create import request_text
 from imagebackend.actions.replace import known_instance, must_be_idle
-from imagebackend.actions.settle import settle
+from imagebackend.actions.settle import begin
 from imagebackend.libvirt.guest import GuestDisks
 from imagebackend.model import (
     Change,
@@ -49,9 +49,7 @@ def resize(
     auth: Any = None,
 ) -> Change:
     """See :meth:`imagebackend.manager.DiskManager.resize`."""
-    with ctx.operations.begin(
-        "resize", instance.id, lambda operation: settle(ctx, operation)
-    ) as operation:
+    with begin(ctx, "resize", instance.id) as operation:
         with ctx.store.reading() as rows:
             before = known_instance(rows, instance.id)
             owned = rows.owned(instance.id)
@@ -69,9 +67,7 @@ def resize(
             size = _grow(ctx, growth, guest)
             with ctx.store.writing() as tx:
                 tx.update_generation(growth.row.id, size=size)
-                settle_disk(
-                    tx, held, size=size, spec=model.to_json(growth.recipe)
-                )
+                settle_disk(tx, held, size=size, spec=model.to_json(growth.recipe))
             changed.append(
                 DiskChange(
                     growth.disk.id,
@@ -151,8 +147,7 @@ def _grown_recipe(owner: OwnerRow, disk: DiskRow, each: Wanted) -> Recipe | None
     moved = [
         f"{key} {getattr(each.recipe, key)!r}"
         for key in ("backend", "pool", "volume_type")
-        if each.why != "host"
-        and getattr(each.recipe, key) != getattr(present, key)
+        if each.why != "host" and getattr(each.recipe, key) != getattr(present, key)
     ]
     if moved:
         raise exc.NotSupported(

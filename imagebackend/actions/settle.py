@@ -8,8 +8,10 @@ may itself be killed at any point and run again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 
 from oslo_log import log
 
@@ -29,6 +31,28 @@ from imagebackend.store.rows import DiskRow, GenerationRow, Transaction
 LOG = log.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def begin(ctx: Context, verb: str, target: str, **detail: str) -> Iterator[Operation]:
+    """Hold ``target`` for the block; when the block fails, everything is settled.
+
+    :raises Busy: a live operation holds it.
+    """
+
+    def undo(held: Operation) -> None:
+        for finding in settle(ctx, held):
+            LOG.log(
+                logging.INFO if finding.severity is Severity.OK else logging.ERROR,
+                "%s %s: %s: %s",
+                verb,
+                target,
+                finding.subject,
+                finding.what,
+            )
+
+    with ctx.operations.begin(verb, target, undo, **detail) as operation:
+        yield operation
+
+
 def settle(ctx: Context, operation: Operation) -> list[Finding]:
     """Settle every row that the operation holds, then end it.
 
@@ -39,7 +63,7 @@ def settle(ctx: Context, operation: Operation) -> list[Finding]:
     with ctx.store.reading() as rows:
         disks = rows.disks_of(operation.id)
         snapshots = rows.snapshots_of(operation.id)
-    _abort_guest_job(ctx, operation)
+    findings += _abort_guest_job(ctx, operation)
     # A temporary volume hangs on the snapshot that it was made from.
     findings += pay_debts(ctx, operation.id)
     for snapshot in snapshots:
@@ -69,9 +93,7 @@ def pay_debts(ctx: Context, operation_id: str) -> list[Finding]:
     """
     with ctx.store.reading() as rows:
         debts = [
-            row
-            for row in rows.debts(ctx.host.id)
-            if row.operation_id == operation_id
+            row for row in rows.debts(ctx.host.id) if row.operation_id == operation_id
         ]
     return purge(ctx, debts)
 
@@ -209,11 +231,17 @@ def drop_snapshot(ctx: Context, snapshot_id: str) -> None:
             tx.delete(row)
 
 
-def _abort_guest_job(ctx: Context, operation: Operation) -> None:
+def _abort_guest_job(ctx: Context, operation: Operation) -> list[Finding]:
     """A backup job goes on in libvirt when the process that began it has died."""
     domain = operation.row.detail.get("domain")
-    if domain is not None:
+    if domain is None:
+        return []
+    try:
         guest.abort_leftover_job(ctx.conf, str(domain))
+    except exc.ImageBackendError as error:
+        # It writes into a file that goes with the operation: no harm but the work.
+        return [_finding(f"backup job of guest {domain}", error)]
+    return []
 
 
 def _drop_attachments(

@@ -17,7 +17,7 @@ from oslo_log import log
 from imagebackend import exceptions as exc
 from imagebackend.actions.context import Context, free, hold, settle_disk
 from imagebackend.actions.replace import known_instance, must_be_idle
-from imagebackend.actions.settle import drop_generation, drop_snapshot, settle
+from imagebackend.actions.settle import begin, drop_generation, drop_snapshot
 from imagebackend.backends.base import FromSnapshot
 from imagebackend.libvirt.guest import GuestDisks
 from imagebackend.model import (
@@ -61,9 +61,7 @@ def snapshot(
         )
     ctx.source.check_target(into)
     detail = {} if guest is None else {"domain": guest.uuid}
-    with ctx.operations.begin(
-        "snapshot", instance_id, lambda operation: settle(ctx, operation), **detail
-    ) as operation:
+    with begin(ctx, "snapshot", instance_id, **detail) as operation:
         with ctx.store.reading() as rows:
             known_instance(rows, instance_id)
             owner, disk = _root(instance_id, rows.owned(instance_id))
@@ -219,5 +217,3 @@ def _snapshot_source(
     with _connected(ctx, operation, made, owner) as source:
         yield source
     drop_generation(ctx, made)
-
-

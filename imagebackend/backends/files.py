@@ -35,6 +35,7 @@ from imagebackend.backends.base import (
     Record,
 )
 from imagebackend.conf import backends as options
+from imagebackend.local_files import fsync_path
 from imagebackend.model import (
     Capabilities,
     Connection,
@@ -127,7 +128,7 @@ class FileBackend(Backend):
             with contextlib.suppress(FileExistsError):
                 os.link(temporary, os.path.join(self._root, _FOLDER_ID))
             os.unlink(temporary)
-            generic.fsync_path(self._root)
+            fsync_path(self._root)
             folder_id = self._folder_id()
         return f"folder:{folder_id}"
 
@@ -299,8 +300,8 @@ class FileBackend(Backend):
             raise self._foreign(path) from None
         try:
             os.unlink(part)
-            generic.fsync_path(folder)
-            generic.fsync_path(self._root)
+            fsync_path(folder)
+            fsync_path(self._root)
         except BaseException:
             os.unlink(path)
             raise
@@ -348,7 +349,7 @@ class FileBackend(Backend):
                     os.unlink(name)
                     removed = True
             if removed:
-                generic.fsync_path(folder)
+                fsync_path(folder)
             with contextlib.suppress(OSError):
                 # Only an empty one goes: other disks of the instance stay.
                 os.rmdir(folder)
@@ -490,7 +491,7 @@ class FileBackend(Backend):
             )
         try:
             self._grow(gen, path, wanted)
-            generic.fsync_path(path)
+            fsync_path(path)
         except OSError as error:
             raise processes.space_error(error, path) from error
         now = self._stat_file(gen, path)

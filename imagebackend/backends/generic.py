@@ -7,7 +7,6 @@ Nothing here keeps state; each function says what it leaves behind when it fails
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -26,7 +25,6 @@ _MKFS: dict[str, tuple[Sequence[str], str, str, int]] = {
     "swap": (("mkswap", "-q"), "-L", "util-linux", 16),
 }
 _MKFS_TIMEOUT = 600
-_FICLONE = 0x40049409
 _OBJECT = re.compile(
     r"\.?(?P<disk>[a-z0-9][a-z0-9_-]*)\."
     r"(?P<generation>[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\."
@@ -75,62 +73,6 @@ def refuse_fills(backend: str, want: Want, able: Sequence[str]) -> None:
             backend=backend,
             fill=want.fill,
         )
-
-
-def copy_sparse(source: str, target_fd: int) -> bool:
-    """Copy a raw file onto an empty one: reflinked where the file system can, else
-    only what is not a hole. True if it was reflinked, so that no data moved."""
-    with open(source, "rb") as file:
-        source_fd = file.fileno()
-        try:
-            fcntl.ioctl(target_fd, _FICLONE, source_fd)
-            return True
-        except OSError as error:
-            if error.errno not in (
-                errno.EOPNOTSUPP,
-                errno.EXDEV,
-                errno.EINVAL,
-                errno.ENOTTY,
-                errno.ETXTBSY,
-            ):
-                raise
-        end = os.fstat(source_fd).st_size
-        os.ftruncate(target_fd, end)
-        position = 0
-        while position < end:
-            try:
-                start = os.lseek(source_fd, position, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno == errno.ENXIO:  # only a hole is left
-                    break
-                raise
-            stop = os.lseek(source_fd, start, os.SEEK_HOLE)
-            _copy_range(source_fd, target_fd, start, stop)
-            position = stop
-    return False
-
-
-def _copy_range(source_fd: int, target_fd: int, start: int, stop: int) -> None:
-    while start < stop:
-        try:
-            done = os.copy_file_range(source_fd, target_fd, stop - start, start, start)
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            block = os.pread(source_fd, min(stop - start, 1 << 22), start)
-            done = os.pwrite(target_fd, block, start)
-        if done == 0:
-            raise exc.IntegrityError("a file became shorter while it was copied")
-        start += done
-
-
-def fsync_path(path: str) -> None:
-    """Make a file's content, or a folder's entries, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def qemu_has_open(path: str) -> bool:

@@ -72,11 +72,13 @@ class Backends:
         self._conf.register_opts([options.DRIVER], group=name)
         wanted = self._conf[name].driver or name
         try:
-            manager = stevedore_driver.DriverManager(
-                NAMESPACE,
-                wanted,
-                invoke_on_load=False,
-                warn_on_missing_entrypoint=False,
+            manager: stevedore_driver.DriverManager[Any] = (
+                stevedore_driver.DriverManager(
+                    NAMESPACE,
+                    wanted,
+                    invoke_on_load=False,
+                    warn_on_missing_entrypoint=False,
+                )
             )
         except stevedore_exc.NoMatches as error:
             cause = error.__cause__ or error.__context__
@@ -98,9 +100,7 @@ class Backends:
 
 def installed() -> list[str]:
     """Names of the drivers that are installed, loadable or not."""
-    manager: Any = extension.ExtensionManager(
-        NAMESPACE, invoke_on_load=False
-    )
+    manager: Any = extension.ExtensionManager(NAMESPACE, invoke_on_load=False)
     return sorted(set(manager.entry_points_names()))
 
 

@@ -8,7 +8,7 @@ import os
 from imagebackend import exceptions as exc
 from imagebackend.backends.base import Blank, Fill, FromGeneration, FromImage
 from imagebackend.backends.files import FileBackend, blank_file
-from imagebackend.backends.generic import copy_sparse
+from imagebackend.local_files import copy_sparse
 from imagebackend.model import (
     Capabilities,
     FileSource,

@@ -35,6 +35,13 @@ OPTIONS = [
         help="Whether QEMU looks for zeros in what a guest writes.",
     ),
     cfg.IntOpt(
+        "iothread",
+        default=0,
+        min=0,
+        help="Number of the domain's I/O thread that virtio disks use; the domain "
+        "must declare it. 0: QEMU's main thread.",
+    ),
+    cfg.IntOpt(
         "operation_timeout",
         default=600,
         min=1,

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of an image source."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from oslo_config import cfg
+
+from imagebackend.model import ImageInfo, ProgressCallback, UploadTarget
+
+#: Declared formats that can become a disk; ``iso`` only as a CD.
+FORMATS = ("raw", "qcow2", "vmdk", "vhd", "vhdx", "vdi", "iso")
+
+
+class Readable(Protocol):
+    """A stream of an image's bytes."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most ``size`` bytes; empty at the end."""
+        ...
+
+
+class ImageSource(abc.ABC):
+    """Where images come from and snapshots go to.
+
+    Keeps its argument, no effect. ``auth`` is the caller's keystoneauth plugin, for
+    sources that must ask as the caller.
+    """
+
+    def __init__(self, conf: cfg.ConfigOpts) -> None:
+        self.conf = conf
+
+    @abc.abstractmethod
+    def get(self, image_id: str, *, auth: Any = None) -> ImageInfo:
+        """:raises ImageNotFound: there is none, or the caller may not use it."""
+
+    @abc.abstractmethod
+    def open(
+        self, info: ImageInfo, *, auth: Any = None
+    ) -> AbstractContextManager[Readable]:
+        """The image's bytes.
+
+        :raises IntegrityError: it is another version by now.
+        :raises StorageUnavailable: the source does not answer; worth another try.
+        """
+
+    def locations(self, info: ImageInfo, *, auth: Any = None) -> Sequence[str]:
+        """Where a storage may clone it from; empty: only :meth:`open` has it."""
+        return ()
+
+    @abc.abstractmethod
+    def check_target(self, into: UploadTarget) -> None:
+        """Refuse what :meth:`put` would refuse, before any work is done.
+
+        :raises Conflict: the image is there already. :raises InvalidValue:
+        """
+
+    @abc.abstractmethod
+    def put(
+        self,
+        into: UploadTarget,
+        path: str,
+        *,
+        progress: ProgressCallback | None = None,
+    ) -> ImageInfo:
+        """Take the file at ``path`` as the image's bytes: whole or not at all."""
+
+    @abc.abstractmethod
+    def list(self) -> Iterator[ImageInfo]:
+        """All images that the source itself can name."""

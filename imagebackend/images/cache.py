@@ -1,0 +1,614 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This host's cache of images: fetched once, checked, durable, shared by all.
+
+A folder for each entry, named by the image's id and version::
+
+    <cache>/<image>-<version>/base.raw      the content, or base.qcow2
+    <cache>/<image>-<version>/meta.json     size and digest that it must have
+    <cache>/<image>-<version>/lease.<host>  that host uses it, or did
+    <cache>/hosts/<host>                    hosts that share the folder
+    <cache>/locks/<00..63>                  locks, by hash of the entry's name
+    <cache>/tmp/                            what is being fetched or removed
+
+Who uses an entry holds its lock shared; who makes or removes it, alone. An entry
+appears by one rename, after all of it was flushed. Each use leaves a lease, durable
+before the first overlay is; an entry goes only when this host's rows do not need it
+and no other host has a lease on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tenacity
+from oslo_config import cfg
+from oslo_log import log
+
+from imagebackend import exceptions as exc
+from imagebackend import processes
+from imagebackend.host import Host
+from imagebackend.images import fetch
+from imagebackend.images.base import ImageSource
+from imagebackend.local_files import digest_of, fsync_path
+from imagebackend.model import (
+    CachedImage,
+    Finding,
+    ImageInfo,
+    MiB,
+    Progress,
+    ProgressCallback,
+    Severity,
+)
+
+LOG = log.getLogger(__name__)
+
+_STRIPES = 64
+_OWN = frozenset({"hosts", "locks", "tmp"})
+_ENTRY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{16}")
+_LEASE = "lease."
+_META = "meta.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """An entry as it stands.
+
+    :ivar allocated: bytes that it takes up.
+    :ivar last_used: seconds since the epoch, over all hosts.
+    :ivar leases: ids of the hosts that use it, or did.
+    :ivar broken: what is wrong with it; empty if nothing is.
+    """
+
+    entry: str
+    image_id: str
+    format: str
+    virtual_size: int
+    allocated: int
+    last_used: float
+    leases: tuple[str, ...]
+    broken: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """What an entry was when it was made."""
+
+    image_id: str
+    version: str
+    file: str
+    format: str
+    size: int
+    virtual_size: int
+    digest: str
+
+
+class ImageCache:
+    """The cache. Keeps its arguments, makes its folders when it first fetches.
+
+    :param in_use: entries that this host's disks go on needing; asked with the
+        entry's lock held.
+    """
+
+    def __init__(
+        self, conf: cfg.ConfigOpts, host: Host, in_use: Callable[[], Collection[str]]
+    ) -> None:
+        self._conf = conf
+        self._host = host
+        self._in_use = in_use
+
+    @property
+    def path(self) -> str:
+        configured = self._conf.imagebackend_images.cache_path
+        return os.path.abspath(
+            configured or os.path.join(self._host.state_path, "cache")
+        )
+
+    def entry_name(self, info: ImageInfo) -> str:
+        """The entry that holds this version of the image."""
+        version = hashlib.sha256(info.version.encode()).hexdigest()[:16]
+        return f"{info.id}-{version}"
+
+    # --- use -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def use(
+        self,
+        source: ImageSource,
+        info: ImageInfo,
+        *,
+        limit: int,
+        auth: Any = None,
+        progress: ProgressCallback | None = None,
+    ) -> Iterator[CachedImage]:
+        """The image, fetched if it is not there; stays for the block.
+
+        :param limit: bytes of content at most.
+        :raises SizeRefused: it is larger. :raises ImageRejected:
+        :raises IntegrityError: its bytes are not what they should be.
+        """
+        entry = self.entry_name(info)
+        with contextlib.ExitStack() as held:
+            while True:
+                held.enter_context(self._locked(entry, shared=True))
+                found = self._ready(entry, progress)
+                if found is not None:
+                    break
+                held.close()
+                self._fetch_once(source, info, limit, auth, progress)
+            if found.virtual_size > limit:
+                raise fetch.too_large(info, found.virtual_size, limit)
+            yield found
+
+    def lookup(self, entry: str) -> CachedImage | None:
+        """The entry as its own notes have it; None: not there, or not readable."""
+        try:
+            meta = self._meta(entry)
+        except exc.IntegrityError:
+            return None
+        if meta is None:
+            return None
+        return CachedImage(
+            entry, self._path(entry, meta.file), meta.format, meta.virtual_size
+        )
+
+    def prefetch(
+        self,
+        source: ImageSource,
+        info: ImageInfo,
+        *,
+        limit: int,
+        auth: Any = None,
+        progress: ProgressCallback | None = None,
+    ) -> CachedImage:
+        """Fetch the image before it is needed."""
+        with self.use(
+            source, info, limit=limit, auth=auth, progress=progress
+        ) as cached:
+            return cached
+
+    def _ready(
+        self, entry: str, progress: ProgressCallback | None
+    ) -> CachedImage | None:
+        """The entry, leased to this host; None: it is to be fetched (again)."""
+        try:
+            meta = self._meta(entry)
+            if meta is None:
+                return None
+            self._lease(entry, meta, progress)
+        except exc.IntegrityError:
+            if self._needed(entry):
+                raise
+            LOG.warning("image cache: %s is damaged and is fetched anew", entry)
+            return None
+        return CachedImage(
+            entry, self._path(entry, meta.file), meta.format, meta.virtual_size
+        )
+
+    # --- leases --------------------------------------------------------------
+
+    def _lease(
+        self, entry: str, meta: _Meta, progress: ProgressCallback | None
+    ) -> None:
+        """Note that this host uses the entry; look at its bytes once a boot.
+
+        A host that lost power may have lost what it had written: then right name and
+        size prove nothing.
+        """
+        path = self._path(entry, _LEASE + self._host.id)
+        base = self._path(entry, meta.file)
+        try:
+            facts = os.stat(base)
+        except OSError as error:
+            raise _damaged(entry, f"{base}: {error.strerror}") from error
+        says = {"boot": self._host.boot_id, "file": _fingerprint(facts)}
+        if _read_json(path) == says:
+            os.utime(path)
+            return
+        self._verify(entry, meta, progress)
+        _write_durably(path, says)
+
+    def _verify(
+        self, entry: str, meta: _Meta, progress: ProgressCallback | None
+    ) -> None:
+        base = self._path(entry, meta.file)
+        size = os.stat(base).st_size
+        if size != meta.size:
+            raise _damaged(
+                entry, f"{meta.file} has {size} bytes instead of {meta.size}"
+            )
+
+        def seen(done: int) -> None:
+            if progress is not None:
+                progress(Progress("verify image", done, size))
+
+        algorithm = meta.digest.partition(":")[0]
+        if digest_of(base, algorithm, seen) != meta.digest.lower():
+            raise _damaged(entry, f"the bytes of {meta.file} are not those fetched")
+
+    def _needed(self, entry: str) -> bool:
+        """Whether a disk of this host, or maybe of another one, is based on it."""
+        others = [host for host in self._leases(entry) if host != self._host.id]
+        return entry in self._in_use() or bool(others)
+
+    def _leases(self, entry: str) -> dict[str, float]:
+        """Hosts that use the entry, or did, and when last."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for each in os.scandir(self._path(entry)):
+                if each.name.startswith(_LEASE):
+                    with contextlib.suppress(FileNotFoundError):
+                        host = each.name.removeprefix(_LEASE)
+                        found[host] = each.stat().st_mtime
+        return found
+
+    # --- fetch ---------------------------------------------------------------
+
+    def _fetch_once(
+        self,
+        source: ImageSource,
+        info: ImageInfo,
+        limit: int,
+        auth: Any,
+        progress: ProgressCallback | None,
+    ) -> None:
+        """Whoever gets the lock fetches; the others find the entry there."""
+        entry = self.entry_name(info)
+        self._register_host()
+        with self._locked(entry, shared=False):
+            if self._present(entry):
+                return
+            for attempt in tenacity.Retrying(
+                retry=tenacity.retry_if_exception_type(
+                    (exc.IntegrityError, exc.StorageUnavailable)
+                ),
+                stop=tenacity.stop_after_attempt(
+                    self._conf.imagebackend_images.num_retries + 1
+                ),
+                wait=tenacity.wait_random_exponential(multiplier=0.1, max=5),
+                reraise=True,
+            ):
+                with attempt:
+                    self._fetch(source, info, limit, auth, progress)
+
+    def _present(self, entry: str) -> bool:
+        """Whether a good entry is there; a bad one that nobody needs is removed."""
+        try:
+            meta = self._meta(entry)
+            if meta is None:
+                return False
+            self._verify(entry, meta, None)
+        except (exc.IntegrityError, OSError):
+            if self._needed(entry):
+                raise
+            self._remove(entry)
+            return False
+        return True
+
+    def _fetch(
+        self,
+        source: ImageSource,
+        info: ImageInfo,
+        limit: int,
+        auth: Any,
+        progress: ProgressCallback | None,
+    ) -> None:
+        entry = self.entry_name(info)
+        folder = os.path.join(self.path, "tmp", f"{entry}.{uuid.uuid4()}")
+        try:
+            os.makedirs(folder, mode=0o711)
+            base = fetch.fetch(
+                self._conf,
+                source,
+                info,
+                folder,
+                limit=limit,
+                auth=auth,
+                progress=progress,
+            )
+            path = os.path.join(folder, base.file)
+            # QEMU reads it as another user.
+            os.chmod(path, 0o644)
+            meta = _Meta(
+                image_id=info.id,
+                version=info.version,
+                file=base.file,
+                format=base.format,
+                size=os.stat(path).st_size,
+                virtual_size=base.virtual_size,
+                digest=base.digest,
+            )
+            fsync_path(path)
+            _write_durably(os.path.join(folder, _META), dataclasses.asdict(meta))
+            self._first_lease(folder, path)
+            os.rename(folder, self._path(entry))
+            fsync_path(self.path)
+        except OSError as error:
+            raise processes.space_error(error, folder) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _first_lease(self, folder: str, base: str) -> None:
+        """The bytes that were just written and flushed need no second look."""
+        says = {
+            "boot": self._host.boot_id,
+            "file": _fingerprint(os.stat(base)),
+        }
+        _write_durably(os.path.join(folder, _LEASE + self._host.id), says)
+
+    def _register_host(self) -> None:
+        try:
+            for name in ("hosts", "locks", "tmp"):
+                os.makedirs(os.path.join(self.path, name), mode=0o711, exist_ok=True)
+            path = os.path.join(self.path, "hosts", self._host.id)
+            if not os.path.exists(path):
+                _write_durably(path, {"hostname": self._host.hostname})
+        except OSError as error:
+            raise processes.space_error(error, self.path) from error
+
+    # --- what there is ---------------------------------------------------------
+
+    def entries(self, *, verify: bool = False) -> Iterator[CacheEntry]:
+        """All entries.
+
+        :param verify: read every byte of those that changed since they were last
+            looked at, or were not looked at since this host started.
+        """
+        for name in self._names():
+            if _ENTRY.fullmatch(name):
+                yield self._entry(name, verify)
+
+    def strangers(self) -> list[str]:
+        """What is in the folder and is not the cache's: it is never touched."""
+        return [name for name in self._names() if not _ENTRY.fullmatch(name)]
+
+    def usage(self) -> int:
+        """Bytes that the cache takes up, with what is being fetched; 0 without one."""
+        total = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    facts = os.lstat(os.path.join(folder, name))
+                    total += facts.st_blocks * 512
+        return total
+
+    def hosts(self) -> list[str]:
+        """Ids of the hosts that share the cache."""
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(os.listdir(os.path.join(self.path, "hosts")))
+        return []
+
+    def forget_host(self, host_id: str) -> None:
+        """Drop a host that is gone for good, and its leases: its word counts no more.
+
+        :raises InvalidValue: no such host, or it is this one.
+        """
+        if host_id == self._host.id or host_id not in self.hosts():
+            others = [host for host in self.hosts() if host != self._host.id]
+            raise exc.InvalidValue(
+                "host to forget",
+                host_id,
+                "another one that shares the cache: " + (", ".join(others) or "none"),
+            )
+        for name in self._names():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(name, _LEASE + host_id))
+        os.unlink(os.path.join(self.path, "hosts", host_id))
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(set(os.listdir(self.path)) - _OWN)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise exc.HostError(
+                f"cannot list the image cache {self.path}: {error.strerror}",
+                path=self.path,
+            ) from error
+
+    def _entry(self, name: str, verify: bool) -> CacheEntry:
+        leases = self._leases(name)
+        meta, broken = None, ""
+        try:
+            meta = self._meta(name)
+            if meta is None:
+                broken = f"it has no {_META}"
+            elif not os.path.isfile(self._path(name, meta.file)):
+                broken = f"it has lost its {meta.file}"
+            elif verify:
+                with self._locked(name, shared=True):
+                    self._verify_changed(name, meta)
+        except exc.ImageBackendError as error:
+            broken = error.message
+        allocated = 0
+        for folder, _, files in os.walk(self._path(name)):
+            for each in files:
+                with contextlib.suppress(FileNotFoundError):
+                    facts = os.lstat(os.path.join(folder, each))
+                    allocated += facts.st_blocks * 512
+        return CacheEntry(
+            entry=name,
+            image_id=meta.image_id if meta else name.rpartition("-")[0],
+            format=meta.format if meta else "",
+            virtual_size=meta.virtual_size if meta else 0,
+            allocated=allocated,
+            last_used=max(leases.values(), default=0.0),
+            leases=tuple(sorted(leases)),
+            broken=broken,
+        )
+
+    def _verify_changed(self, name: str, meta: _Meta) -> None:
+        facts = os.stat(self._path(name, meta.file))
+        says = {"boot": self._host.boot_id, "file": _fingerprint(facts)}
+        path = self._path(name, _LEASE + self._host.id)
+        if _read_json(path) != says:
+            self._verify(name, meta, None)
+
+    def _meta(self, entry: str) -> _Meta | None:
+        """:raises IntegrityError: it is there, and not what was written."""
+        path = self._path(entry, _META)
+        if not os.path.exists(path):
+            return None
+        says = _read_json(path)
+        names = {field.name for field in dataclasses.fields(_Meta)}
+        if not isinstance(says, dict) or not names <= set(says):
+            raise _damaged(entry, f"its {_META} cannot be read")
+        return _Meta(**{name: says[name] for name in names})
+
+    # --- prune -----------------------------------------------------------------
+
+    def prune(self, *, dry_run: bool = False) -> Iterator[Finding]:
+        """Remove what nobody needs: damaged entries, those unused for longer than
+        ``cache_max_age``, then the least recently used until ``cache_max_mb`` holds.
+        """
+        options = self._conf.imagebackend_images
+        budget = options.cache_max_mb * MiB
+        left = self.usage()
+        now = time.time()
+        for each in sorted(self.entries(), key=lambda entry: entry.last_used):
+            old = now - each.last_used > options.cache_max_age
+            if not (each.broken or old or (budget and left > budget)):
+                continue
+            why = each.broken or (
+                f"not used for {_days(now - each.last_used)}" if old else "over budget"
+            )
+            finding = self._prune_one(each, why, dry_run)
+            if finding.severity is Severity.OK:
+                left -= each.allocated
+            yield finding
+        for name in self.strangers():
+            yield Finding(
+                Severity.WARNING,
+                f"image cache: {name}",
+                "is not the cache's own",
+                "look what it is, and remove it by hand",
+                "left as it is",
+            )
+
+    def _prune_one(self, each: CacheEntry, why: str, dry_run: bool) -> Finding:
+        subject = f"image cache: {each.entry}"
+        try:
+            with self._locked(each.entry, shared=False, wait=False):
+                reason = self._why_kept(each.entry)
+                if reason:
+                    return Finding(
+                        Severity.WARNING if each.broken else Severity.OK,
+                        subject,
+                        f"{why}, but {reason}",
+                        action="kept",
+                    )
+                if not dry_run:
+                    self._remove(each.entry)
+        except exc.Busy:
+            return Finding(Severity.OK, subject, "in use right now", action="kept")
+        except OSError as error:
+            return Finding(
+                Severity.ERROR, subject, f"cannot be removed: {error}", action="kept"
+            )
+        return Finding(
+            Severity.OK,
+            subject,
+            why,
+            action="would be removed" if dry_run else "removed",
+        )
+
+    def _why_kept(self, entry: str) -> str:
+        if entry in self._in_use():
+            return "a disk of this host is based on it"
+        others = [host for host in self._leases(entry) if host != self._host.id]
+        if others:
+            return f"host {', '.join(others)} has a lease on it"
+        return ""
+
+    def _remove(self, entry: str) -> None:
+        """Out of sight by one rename, then for good."""
+        aside = os.path.join(self.path, "tmp", f"{entry}.{uuid.uuid4()}")
+        os.makedirs(os.path.dirname(aside), mode=0o711, exist_ok=True)
+        os.rename(self._path(entry), aside)
+        fsync_path(self.path)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def sweep(self) -> list[str]:
+        """Remove what a dead fetch or prune left; returns its names."""
+        swept = []
+        folder = os.path.join(self.path, "tmp")
+        with contextlib.suppress(FileNotFoundError):
+            for name in sorted(os.listdir(folder)):
+                entry = name.rpartition(".")[0]
+                # Whoever works on an entry holds its lock meanwhile.
+                with (
+                    contextlib.suppress(exc.Busy),
+                    self._locked(entry, shared=False, wait=False),
+                ):
+                    shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+                    swept.append(name)
+        return swept
+
+    # --- parts -----------------------------------------------------------------
+
+    def _path(self, entry: str, *names: str) -> str:
+        return os.path.join(self.path, entry, *names)
+
+    @contextlib.contextmanager
+    def _locked(self, entry: str, *, shared: bool, wait: bool = True) -> Iterator[None]:
+        """A few lock files serve all entries: none is left over by one that went.
+
+        :raises Busy: somebody has it, and ``wait`` is false.
+        """
+        number = int.from_bytes(hashlib.sha256(entry.encode()).digest()[:4]) % _STRIPES
+        path = os.path.join(self.path, "locks", f"{number:02}")
+        try:
+            os.makedirs(os.path.dirname(path), mode=0o711, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise processes.space_error(error, path) from error
+        try:
+            mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(fd, mode if wait else mode | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise exc.Busy(f"image cache: {entry} is in use", entry=entry) from None
+        finally:
+            os.close(fd)
+
+
+def _fingerprint(facts: os.stat_result) -> list[int]:
+    return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+
+
+def _read_json(path: str) -> Any:
+    """None if it is not there or is not JSON."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return None
+
+
+def _write_durably(path: str, value: Any) -> None:
+    part = f"{path}.{uuid.uuid4()}.part"
+    with open(part, "x", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(part, path)
+    fsync_path(os.path.dirname(path))
+
+
+def _damaged(entry: str, what: str) -> exc.IntegrityError:
+    return exc.IntegrityError(f"image cache: {entry} is damaged: {what}", entry=entry)
+
+
+def _days(seconds: float) -> str:
+    return f"{seconds / 86400:.1f} days" if seconds < 1e8 else "ever"

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files on this host: copies that keep holes, durability, digests of content."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+
+from imagebackend import exceptions as exc
+from imagebackend.model import KiB, MiB
+
+_FICLONE = 0x40049409
+_BLOCK = 64 * KiB
+_BLOCKS = "blocks-sha256"
+
+
+def copy_sparse(source: str, target_fd: int) -> bool:
+    """Copy a raw file onto an empty one: reflinked where the file system can, else
+    only what is not a hole. True if it was reflinked, so that no data moved."""
+    with open(source, "rb") as file:
+        source_fd = file.fileno()
+        try:
+            fcntl.ioctl(target_fd, _FICLONE, source_fd)
+            return True
+        except OSError as error:
+            if error.errno not in (
+                errno.EOPNOTSUPP,
+                errno.EXDEV,
+                errno.EINVAL,
+                errno.ENOTTY,
+                errno.ETXTBSY,
+            ):
+                raise
+        os.ftruncate(target_fd, os.fstat(source_fd).st_size)
+        for start, stop in data_ranges(source_fd):
+            _copy_range(source_fd, target_fd, start, stop)
+    return False
+
+
+def _copy_range(source_fd: int, target_fd: int, start: int, stop: int) -> None:
+    while start < stop:
+        try:
+            done = os.copy_file_range(source_fd, target_fd, stop - start, start, start)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            block = os.pread(source_fd, min(stop - start, 1 << 22), start)
+            done = os.pwrite(target_fd, block, start)
+        if done == 0:
+            raise exc.IntegrityError("a file became shorter while it was copied")
+        start += done
+
+
+def fsync_path(path: str) -> None:
+    """Make a file's content, or a folder's entries, durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class ContentDigest:
+    """``blocks-sha256``: of every block that is not zero, with its place, and of the
+    length. Holes and written zeros are equal, so it costs what the data takes up,
+    not the file's length, and outlives a copy.
+
+    Fed in order; only the last piece may be no multiple of a block.
+    """
+
+    def __init__(self) -> None:
+        self._hasher = hashlib.sha256()
+
+    def update(self, start: int, data: bytes) -> None:
+        for offset in range(0, len(data), _BLOCK):
+            block = data[offset : offset + _BLOCK]
+            if block.count(0) != len(block):
+                self._hasher.update(b"%d\n" % (start + offset))
+                self._hasher.update(block)
+
+    def text(self, length: int) -> str:
+        self._hasher.update(b"%d\n" % length)
+        return f"{_BLOCKS}:{self._hasher.hexdigest()}"
+
+
+def digest_of(
+    path: str, algorithm: str = _BLOCKS, seen: Callable[[int], None] | None = None
+) -> str:
+    """``algorithm:hex`` of a file's content.
+
+    :param algorithm: ``blocks-sha256``, or one of hashlib's over every byte.
+    """
+    with open(path, "rb", buffering=0) as file:
+        fd = file.fileno()
+        length = os.fstat(fd).st_size
+        if algorithm != _BLOCKS:
+            hasher = hashlib.new(algorithm)
+            while chunk := file.read(4 * MiB):
+                hasher.update(chunk)
+                if seen is not None:
+                    seen(file.tell())
+            return f"{algorithm}:{hasher.hexdigest()}"
+        content = ContentDigest()
+        for start, stop in data_ranges(fd):
+            start -= start % _BLOCK
+            for position in range(start, stop, MiB):
+                wanted = min(MiB, -(-(stop - position) // _BLOCK) * _BLOCK)
+                content.update(position, os.pread(fd, wanted, position))
+                if seen is not None:
+                    seen(position)
+        return content.text(length)
+
+
+def data_ranges(fd: int) -> Iterator[tuple[int, int]]:
+    """Where a file has data, hole by hole left out."""
+    end = os.fstat(fd).st_size
+    position = 0
+    while position < end:
+        try:
+            start = os.lseek(fd, position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only a hole is left
+                return
+            raise
+        position = os.lseek(fd, start, os.SEEK_HOLE)
+        yield start, position
