@@ -68,11 +68,11 @@ class Database:
     def writing(self) -> Iterator[sa.Connection]:
         """One transaction, durable when the block has ended."""
         with self._errors(), self._open().connect() as connection:
-            if connection.dialect.name == "sqlite":
-                # Take the write lock now: a reader that becomes a writer later may
-                # be refused however long it waits.
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
             with connection.begin():
+                if connection.dialect.name == "sqlite":
+                    # Take the write lock now: a reader that becomes a writer later
+                    # may be refused however long it waits.
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")
                 yield connection
 
     def close(self) -> None:
@@ -262,8 +262,8 @@ def _run_migrations(engine: sa.Engine) -> None:
     config = Config()
     config.set_main_option("script_location", "imagebackend.store:migrations")
     with engine.connect() as connection:
-        if connection.dialect.name == "sqlite":
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
         with connection.begin():
+            if connection.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
