@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -11,6 +12,9 @@ from typing import Any, TypeVar
 from oslo_config import cfg
 
 from imagebackend import conf as options
+from imagebackend import exceptions as exc
+from imagebackend.actions import cache as cache_action
+from imagebackend.actions import check as check_action
 from imagebackend.actions import connect as connect_action
 from imagebackend.actions import create as create_action
 from imagebackend.actions import destroy as destroy_action
@@ -19,9 +23,12 @@ from imagebackend.actions import replace as replace_action
 from imagebackend.actions import resize as resize_action
 from imagebackend.actions import snapshot as snapshot_action
 from imagebackend.actions.context import Context
+from imagebackend.images.cache import CacheEntry
 from imagebackend.libvirt.guest import GuestDisks
 from imagebackend.model import (
     JSON,
+    BackendStatus,
+    CachedImage,
     Change,
     Connection,
     Disk,
@@ -35,6 +42,7 @@ from imagebackend.model import (
     UploadTarget,
 )
 from imagebackend.selection import check_id
+from imagebackend.store.schema import REVISION
 
 T = TypeVar("T")
 
@@ -60,6 +68,7 @@ class DiskManager:
     """
 
     def __init__(self, conf: cfg.ConfigOpts) -> None:
+        _refuse_green_threads()
         options.register(conf)
         self._ctx = Context(conf)
         self._started = False
@@ -252,6 +261,46 @@ class DiskManager:
             self._ctx, check_id("instance id", instance_id)
         )
 
+    # --- this host -------------------------------------------------------------
+
+    def backends(self) -> Sequence[BackendStatus]:
+        """This host's backends, and the drivers that are installed beside them."""
+        return check_action.backends(self._ctx)
+
+    def check(self) -> Iterator[Finding]:
+        """Can this host work as it is configured? Changes nothing."""
+        return check_action.check(self._ctx)
+
+    def upgrade_store(self) -> tuple[str | None, str]:
+        """Bring the store's schema up to date; its revision before and after."""
+        before = self._ctx.store.database.upgrade()
+        return before, REVISION
+
+    # --- the image cache -------------------------------------------------------
+
+    def cache_entries(self) -> Sequence[CacheEntry]:
+        """What the image cache has."""
+        return cache_action.entries(self._ctx)
+
+    def prefetch(
+        self,
+        image_id: str,
+        *,
+        auth: Any = None,
+        progress: ProgressCallback | None = None,
+    ) -> CachedImage:
+        """Bring an image into the cache before it is needed."""
+        return self._verb(cache_action.prefetch, image_id, auth=auth, progress=progress)
+
+    def prune(self, *, dry_run: bool = False) -> Iterator[Finding]:
+        """Remove from the cache what is damaged, old or over budget, and not needed.
+        The findings come as it goes: iterate to the end."""
+        return cache_action.prune(self._ctx, dry_run=dry_run)
+
+    def forget_host(self, host_id: str) -> None:
+        """Another host that shared the cache is gone for good: drop its leases."""
+        cache_action.forget_host(self._ctx, check_id("host id", host_id))
+
     def _verb(self, action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if not self._started:
             with self._lock:
@@ -259,3 +308,13 @@ class DiskManager:
                     inspect_action.recover_at_start(self._ctx)
                     self._started = True
         return action(self._ctx, *args, **kwargs)
+
+
+def _refuse_green_threads() -> None:
+    """:raises ConfigError: calls into storage libraries would stop the process."""
+    patcher = sys.modules.get("eventlet.patcher")
+    if patcher is not None and patcher.is_monkey_patched("thread"):
+        raise exc.ConfigError(
+            "eventlet has patched this process's threads: imagebackend blocks in "
+            "libraries that eventlet cannot switch away from; use native threads"
+        )

@@ -546,6 +546,16 @@ class Finding:
     action: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """A backend of this host, or a driver that is installed and not used."""
+
+    name: str
+    driver: str
+    enabled: bool
+    findings: Sequence[Finding] = ()
+
+
 # --- what the manager answers ----------------------------------------------
 
 

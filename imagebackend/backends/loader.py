@@ -54,6 +54,12 @@ class Backends:
         """The class behind a name, without making a backend of it."""
         return self._driver(name)
 
+    def driver_name(self, name: str) -> str:
+        """The entry point that the operator chose for a name."""
+        self._conf.register_opts([options.DRIVER], group=name)
+        chosen: str = self._conf[name].driver or name
+        return chosen
+
     def __iter__(self) -> Iterator[Backend]:
         """:raises ImageBackendError: at the first that cannot be loaded."""
         return (self.get(name) for name in self.names)
@@ -69,8 +75,7 @@ class Backends:
         return self._driver(name)(name, self._conf, self._deployment_id())
 
     def _driver(self, name: str) -> type[Backend]:
-        self._conf.register_opts([options.DRIVER], group=name)
-        wanted = self._conf[name].driver or name
+        wanted = self.driver_name(name)
         try:
             manager: stevedore_driver.DriverManager[Any] = (
                 stevedore_driver.DriverManager(

@@ -245,6 +245,17 @@ def abort_leftover_job(conf: cfg.ConfigOpts, uuid: str) -> bool:
     return True
 
 
+def version(conf: cfg.ConfigOpts) -> str:
+    """libvirt's version. :raises HypervisorError: it does not answer."""
+    libvirt = _library()
+    connection = _connection(conf)
+    try:
+        number = connection.getLibVersion()
+    except libvirt.libvirtError as error:
+        raise _translated("ask libvirt for its version", error) from error
+    return f"{number // 1000000}.{number // 1000 % 1000}.{number % 1000}"
+
+
 def _backup_xml(targets: Mapping[str, str], devices: Any, format_: str) -> str:
     backup = ET.Element("domainbackup", mode="push")
     disks = ET.SubElement(backup, "disks")

@@ -90,7 +90,8 @@ def _driver(
         driver.set("iothread", str(options.iothread))
 
 
-def _cache_mode(source: Source, conf: cfg.ConfigOpts) -> str:
+def cache_modes(conf: cfg.ConfigOpts) -> dict[str, str]:
+    """Cache mode by kind of source. :raises ConfigError:"""
     modes = {"file": "none", "block": "none", "network": "writeback"}
     for item in conf.imagebackend_libvirt.cache_modes:
         kind, _, mode = item.partition("=")
@@ -101,7 +102,11 @@ def _cache_mode(source: Source, conf: cfg.ConfigOpts) -> str:
                 value=item,
             )
         modes[kind] = mode
-    mode = modes[source.kind]
+    return modes
+
+
+def _cache_mode(source: Source, conf: cfg.ConfigOpts) -> str:
+    mode = cache_modes(conf)[source.kind]
     if mode in ("none", "directsync") and isinstance(source, FileSource):
         return mode if _direct(source.path) else "writeback"
     return mode

@@ -67,13 +67,16 @@ class Database:
     @contextlib.contextmanager
     def writing(self) -> Iterator[sa.Connection]:
         """One transaction, durable when the block has ended."""
-        with self._errors(), self._open().connect() as connection:
-            with connection.begin():
-                if connection.dialect.name == "sqlite":
-                    # Take the write lock now: a reader that becomes a writer later
-                    # may be refused however long it waits.
-                    connection.exec_driver_sql("BEGIN IMMEDIATE")
-                yield connection
+        with (
+            self._errors(),
+            self._open().connect() as connection,
+            connection.begin(),
+        ):
+            if connection.dialect.name == "sqlite":
+                # Take the write lock now: a reader that becomes a writer later may
+                # be refused however long it waits.
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            yield connection
 
     def close(self) -> None:
         with self._lock:
@@ -261,9 +264,8 @@ def _run_migrations(engine: sa.Engine) -> None:
 
     config = Config()
     config.set_main_option("script_location", "imagebackend.store:migrations")
-    with engine.connect() as connection:
-        with connection.begin():
-            if connection.dialect.name == "sqlite":
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+    with engine.connect() as connection, connection.begin():
+        if connection.dialect.name == "sqlite":
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")

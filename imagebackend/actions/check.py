@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""check: can this host work as it is configured? Nothing here changes anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from imagebackend import exceptions as exc
+from imagebackend import processes
+from imagebackend.actions.context import Context
+from imagebackend.backends.loader import installed
+from imagebackend.libvirt import guest, xml
+from imagebackend.model import BackendStatus, Finding, Severity
+from imagebackend.store.schema import REVISION
+
+
+def backends(ctx: Context) -> Sequence[BackendStatus]:
+    """See :meth:`imagebackend.manager.DiskManager.backends`."""
+    found = []
+    for name in ctx.backends.names:
+        findings: Sequence[Finding]
+        try:
+            findings = ctx.backends.get(name).check()
+        except exc.ImageBackendError as error:
+            findings = [Finding(Severity.ERROR, name, error.message)]
+        found.append(
+            BackendStatus(name, ctx.backends.driver_name(name), True, findings)
+        )
+    used = {status.driver for status in found}
+    found += [
+        BackendStatus(driver, driver, False, ())
+        for driver in installed()
+        if driver not in used
+    ]
+    return found
+
+
+def check(ctx: Context) -> Iterator[Finding]:
+    """See :meth:`imagebackend.manager.DiskManager.check`."""
+    yield from _guarded("state path", lambda: _state_path(ctx))
+    yield from _guarded("store", lambda: _store(ctx))
+    yield from _guarded("defaults", lambda: _defaults(ctx))
+    if any(True for _ in _guarded("backends", lambda: _names(ctx))):
+        for status in backends(ctx):
+            yield from status.findings
+    yield from _guarded("image source", lambda: _source(ctx))
+    yield from _guarded("image cache", lambda: _cache(ctx))
+    yield from _guarded("disk XML", lambda: _cache_modes(ctx))
+    try:
+        version = guest.version(ctx.conf)
+        yield Finding(Severity.OK, "libvirt", f"answers, version {version}")
+    except exc.ImageBackendError as error:
+        yield Finding(
+            Severity.WARNING,
+            "libvirt",
+            error.message,
+            "needed only for work on running guests",
+        )
+
+
+def _guarded(subject: str, check: Callable[[], str]) -> Iterator[Finding]:
+    try:
+        yield Finding(Severity.OK, subject, check())
+    except exc.ImageBackendError as error:
+        yield Finding(Severity.ERROR, subject, error.message)
+    except OSError as error:
+        yield Finding(Severity.ERROR, subject, str(error))
+
+
+def _state_path(ctx: Context) -> str:
+    path = ctx.host.state_path
+    probe = path
+    while not os.path.isdir(probe):
+        probe = os.path.dirname(probe)
+    if not os.access(probe, os.W_OK | os.X_OK):
+        raise exc.ConfigError(
+            f"{probe} cannot be written to: let this user write there, or set "
+            f"[imagebackend] state_path"
+        )
+    return path
+
+
+def _store(ctx: Context) -> str:
+    database = ctx.store.database
+    revision = database.revision()
+    if revision is None:
+        return f"{database.name}: will be made at the first use"
+    if revision != REVISION:
+        raise exc.StoreError(
+            f"{database.name} has schema {revision}, this version works with "
+            f"{REVISION}: run `imagebackend db upgrade`, or upgrade imagebackend"
+        )
+    damage = database.damage()
+    if damage:
+        raise exc.StoreError(f"{database.name} is damaged: {damage}")
+    shared = "shared with other hosts" if database.shared else "of this host alone"
+    return f"{database.name}: schema {revision}, {shared}"
+
+
+def _names(ctx: Context) -> str:
+    return ", ".join(ctx.backends.names)
+
+
+def _defaults(ctx: Context) -> str:
+    host = ctx.conf.imagebackend
+    for option in ("default_backend", "ephemeral_backend", "swap_backend"):
+        name = host[option]
+        if name and name not in ctx.backends.names:
+            raise exc.ConfigError(
+                f"[imagebackend] {option} is {name!r}, which is not among "
+                f"enabled_backends: {', '.join(ctx.backends.names)}"
+            )
+    return f"root disks go to backend {host.default_backend or ctx.backends.names[0]}"
+
+
+def _source(ctx: Context) -> str:
+    source = ctx.source
+    count = sum(1 for _ in source.list())
+    return f"{ctx.conf.imagebackend_images.source}: {count} images"
+
+
+def _cache(ctx: Context) -> str:
+    processes.require("qemu-img", "qemu-utils")
+    path = ctx.cache.path
+    if os.path.basename(path) == "_base":
+        raise exc.ConfigError(
+            f"[imagebackend_images] cache_path is {path}: Nova's cleaner would delete "
+            f"what it does not know; choose another folder"
+        )
+    return f"{path}: {ctx.cache.usage()} bytes"
+
+
+def _cache_modes(ctx: Context) -> str:
+    return ", ".join(
+        f"{kind}={mode}" for kind, mode in xml.cache_modes(ctx.conf).items()
+    )
