@@ -40,6 +40,7 @@ from imagebackend.model import (
     Handle,
     ImageInfo,
     Instance,
+    Lifecycle,
     Placement,
     ProgressCallback,
     Source,
@@ -302,6 +303,8 @@ class Context:
         current = rows.generation(row.generation_id) if row.generation_id else None
         owners = [each.instance_id for each in rows.owners(row.id)]
         attached = rows.attachments(row.generation_id) if row.generation_id else []
+        instance = rows.instance(owner.instance_id) if owner else None
+        goes_with_it = row.lifecycle is Lifecycle.EPHEMERAL and not row.shareable
         return Disk(
             id=row.id,
             name=owner.name if owner else row.name,
@@ -317,6 +320,7 @@ class Context:
             bus=owner.bus if owner else "",
             device=owner.device if owner else "",
             cdrom=row.cdrom,
+            tainted=instance is not None and instance.tainted and goes_with_it,
             connected=any(
                 owner is None or each.instance_id == owner.instance_id
                 for each in attached

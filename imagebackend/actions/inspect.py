@@ -80,8 +80,9 @@ def audit(ctx: Context) -> Iterator[Finding]:
         operations = rows.operations()
     for operation in operations:
         yield from _audit_operation(ctx, operation)
+    storages: set[str] = set()
     for name in ctx.backends.names:
-        yield from _audit_storage(ctx, name)
+        yield from _audit_storage(ctx, name, storages)
     for page in ctx.store.disk_pages():
         for disk in page:
             if disk.host_id == ctx.host.id:
@@ -198,10 +199,17 @@ def _audit_operation(ctx: Context, operation: OperationRow) -> Iterator[Finding]
         yield _of_other_host(operation)
 
 
-def _audit_storage(ctx: Context, name: str) -> Iterator[Finding]:
-    """From the storage to the rows: objects of ours that no row knows."""
+def _audit_storage(ctx: Context, name: str, storages: set[str]) -> Iterator[Finding]:
+    """From the storage to the rows: objects of ours that no row knows.
+
+    :param storages: that were looked at already, under another backend's name.
+    """
     try:
         backend = ctx.backends.get(name)
+        providers = {inventory.provider for inventory in backend.capacity()}
+        if providers and providers <= storages:
+            return
+        storages |= providers
         for found in backend.scan():
             if found.marker is None:
                 yield Finding(

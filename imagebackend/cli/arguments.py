@@ -159,27 +159,25 @@ def _check_flavor(path: str, values: dict[str, Any]) -> None:
 
 def add_flavor(parser: argparse.ArgumentParser) -> None:
     """The options that say a flavor."""
-    group = parser.add_argument_group(
-        "flavor", "from a file, or by its numbers and extra specs"
-    )
-    group.add_argument(
+    parser.add_argument(
         "--flavor-file",
         metavar="FILE",
         type=flavor_file,
-        help="JSON object with name, root_gb, ephemeral_gb, swap_mb, extra_specs; or "
-        "what `openstack flavor show -f json` prints",
+        help="flavor: JSON object with name, root_gb, ephemeral_gb, swap_mb and "
+        "extra_specs, or what `openstack flavor show -f json` prints",
     )
-    group.add_argument(
+    parser.add_argument(
         "--root-gb",
         metavar="GB",
         type=whole,
-        help="root disk, GiB; 0: the image's virtual size, if the host allows it",
+        help="instead of a file: root disk, GiB; 0: the image's virtual size, if the "
+        "host allows it",
     )
-    group.add_argument(
+    parser.add_argument(
         "--ephemeral-gb", metavar="GB", type=whole, help="ephemeral disk, GiB"
     )
-    group.add_argument("--swap-mb", metavar="MB", type=whole, help="swap disk, MiB")
-    group.add_argument(
+    parser.add_argument("--swap-mb", metavar="MB", type=whole, help="swap disk, MiB")
+    parser.add_argument(
         "--extra-spec",
         metavar="KEY=VALUE",
         type=pair,

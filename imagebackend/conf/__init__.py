@@ -19,7 +19,10 @@ _MODULES = (host, store, images, qemu_img, libvirt)
 def register(conf: cfg.ConfigOpts) -> None:
     """Register every option of the library; twice does no harm."""
     for module in _MODULES:
-        conf.register_group(module.GROUP)
+        # oslo.config keeps values in the group object: each configuration needs its
+        # own, or two in one process would share them.
+        group = module.GROUP
+        conf.register_group(cfg.OptGroup(group.name, group.title, group.help))
         conf.register_opts(module.OPTIONS, group=module.GROUP)
 
 

@@ -62,6 +62,8 @@ class Database:
     def reading(self) -> Iterator[sa.Connection]:
         """One consistent view."""
         with self._errors(), self._open().connect() as connection:
+            if connection.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN")
             yield connection
 
     @contextlib.contextmanager

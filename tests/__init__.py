@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests: ``unit`` needs no root and no service, ``functional`` the real things."""

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of all tests: a host of its own for each test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from oslo_config import cfg
+
+import imagebackend.conf
+from imagebackend import DiskManager, Flavor, Instance
+from imagebackend.model import GiB, MiB
+
+
+@dataclass
+class HostUnderTest:
+    """A host: its folder, its configuration, and what fills its image folder."""
+
+    path: Path
+    conf: cfg.ConfigOpts
+    managers: list[DiskManager] = field(default_factory=list)
+
+    @property
+    def images(self) -> Path:
+        return self.path / "images"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "imagebackend.conf"
+
+    def manager(self) -> DiskManager:
+        """A new manager on the same host, as after a restart."""
+        manager = DiskManager(self.conf)
+        self.managers.append(manager)
+        return manager
+
+    def set(self, option: str, value: object, group: str = "imagebackend") -> None:
+        self.conf.set_override(option, value, group)
+
+    def raw_image(self, name: str = "raw-image", size: int = MiB) -> bytes:
+        """An image in the folder; returns its bytes, which are all different."""
+        data = os.urandom(size)
+        (self.images / f"{name}.raw").write_bytes(data)
+        return data
+
+    def qcow2_image(self, name: str = "qcow2-image", size: int = 8 * MiB) -> bytes:
+        """A qcow2 image in the folder; returns what a guest would read from it."""
+        data = os.urandom(MiB) + bytes(size - MiB)
+        raw = self.path / f"{name}.tmp"
+        raw.write_bytes(data)
+        subprocess.run(
+            [
+                *("qemu-img", "convert", "-f", "raw", "-O", "qcow2"),
+                *(raw, self.images / f"{name}.qcow2"),
+            ],
+            check=True,
+        )
+        raw.unlink()
+        return data
+
+    def describe(self, name: str, **says: object) -> None:
+        """Metadata beside an image."""
+        (self.images / f"{name}.json").write_text(json.dumps(says))
+
+    def instance(
+        self,
+        image: str | None = "raw-image",
+        *,
+        root_gb: int = 1,
+        id: str | None = None,
+        project_id: str = "project",
+        ephemeral_gb: int = 0,
+        swap_mb: int = 0,
+        **extra_specs: str,
+    ) -> Instance:
+        specs = {key.replace("__", ":"): value for key, value in extra_specs.items()}
+        flavor = Flavor("small", root_gb, ephemeral_gb, swap_mb, specs)
+        return Instance(id or str(uuid.uuid4()), project_id, image, flavor)
+
+    def files(self, folder: str = "instances") -> list[str]:
+        """What there is, told by the file system alone."""
+        root = self.path / folder
+        return sorted(
+            str(path.relative_to(root))
+            for path in root.rglob("*")
+            if path.is_file() and not path.name.startswith(".folder-id")
+        )
+
+
+@pytest.fixture
+def make_host(tmp_path: Path) -> Iterator[Callable[[str], HostUnderTest]]:
+    """Hosts by name, each with a folder and a configuration of its own."""
+    made: list[HostUnderTest] = []
+
+    def make(name: str) -> HostUnderTest:
+        path = tmp_path / name
+        (path / "images").mkdir(parents=True)
+        file = path / "imagebackend.conf"
+        file.write_text(
+            f"[imagebackend]\nstate_path = {path}\nenabled_backends = qcow2, raw\n"
+        )
+        conf = cfg.ConfigOpts()
+        imagebackend.conf.register(conf)
+        conf(["--config-file", str(file)], project="imagebackend")
+        made.append(HostUnderTest(path, conf))
+        return made[-1]
+
+    yield make
+    for host in made:
+        for manager in host.managers:
+            manager.close()
+
+
+@pytest.fixture
+def host(make_host: Callable[[str], HostUnderTest]) -> HostUnderTest:
+    return make_host("host")
+
+
+@pytest.fixture
+def manager(host: HostUnderTest) -> DiskManager:
+    return host.manager()
+
+
+def read_disk(xml_source: object, offset: int = 0, length: int = MiB) -> bytes:
+    """What a guest would read, told by qemu-img from a copy."""
+    from imagebackend.qemu_img import image_opts
+
+    target = Path(os.environ.get("TMPDIR", "/tmp")) / f"read-{uuid.uuid4()}"
+    try:
+        subprocess.run(
+            [
+                *("qemu-img", "dd", "-U", "--image-opts"),
+                f"bs={MiB}",
+                f"skip={offset // MiB}",
+                # It counts what it skips as well.
+                f"count={offset // MiB - (-length // MiB)}",
+                f"if={image_opts(xml_source)}",  # type: ignore[arg-type]
+                f"of={target}",
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        return target.read_bytes()[:length]
+    finally:
+        target.unlink(missing_ok=True)
+
+
+__all__ = ["GiB", "HostUnderTest", "MiB", "read_disk"]
