@@ -66,11 +66,16 @@ class Host:
         """This host as a storage is to know it."""
         return Connector(self.id, self.hostname)
 
-    def folder(self, *names: str) -> str:
-        """A private folder under the state path, made if need be."""
-        path = os.path.join(self.state_path, *names)
+    def folder(self, *names: str, mode: int = 0o700) -> str:
+        """A folder under the state path, made if need be; private unless ``mode``
+        says otherwise."""
+        path = self.state_path
         try:
-            os.makedirs(path, mode=0o700, exist_ok=True)
+            os.makedirs(path, mode=0o711, exist_ok=True)
+            for name in names:
+                path = os.path.join(path, name)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path, mode)
         except OSError as error:
             raise processes.space_error(error, path) from error
         return path

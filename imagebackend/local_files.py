@@ -15,6 +15,14 @@ from imagebackend.model import KiB, MiB
 _FICLONE = 0x40049409
 _BLOCK = 64 * KiB
 _BLOCKS = "blocks-sha256"
+#: What a file system answers that has no such call, or not for these two files.
+_NOT_THIS_WAY = (
+    errno.EOPNOTSUPP,
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EPERM,
+)
 
 
 def copy_sparse(source: str, target_fd: int) -> bool:
@@ -27,9 +35,7 @@ def copy_sparse(source: str, target_fd: int) -> bool:
             return True
         except OSError as error:
             if error.errno not in (
-                errno.EOPNOTSUPP,
-                errno.EXDEV,
-                errno.EINVAL,
+                *_NOT_THIS_WAY,
                 errno.ENOTTY,
                 errno.ETXTBSY,
             ):
@@ -42,12 +48,15 @@ def copy_sparse(source: str, target_fd: int) -> bool:
 
 def _copy_range(source_fd: int, target_fd: int, start: int, stop: int) -> None:
     while start < stop:
+        done = 0
         try:
             done = os.copy_file_range(source_fd, target_fd, stop - start, start, start)
         except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL):
+            if error.errno not in _NOT_THIS_WAY:
                 raise
-            block = os.pread(source_fd, min(stop - start, 1 << 22), start)
+        # Some file systems say that they copied nothing where they cannot.
+        if done == 0:
+            block = os.pread(source_fd, min(stop - start, 4 * MiB), start)
             done = os.pwrite(target_fd, block, start)
         if done == 0:
             raise exc.IntegrityError("a file became shorter while it was copied")
@@ -104,14 +113,28 @@ def digest_of(
                     seen(file.tell())
             return f"{algorithm}:{hasher.hexdigest()}"
         content = ContentDigest()
+        position = 0
         for start, stop in data_ranges(fd):
-            start -= start % _BLOCK
-            for position in range(start, stop, MiB):
+            # Holes may be smaller than a block, which counts once and whole.
+            position = max(position, start - start % _BLOCK)
+            while position < min(stop, length):
                 wanted = min(MiB, -(-(stop - position) // _BLOCK) * _BLOCK)
-                content.update(position, os.pread(fd, wanted, position))
+                content.update(position, _pread(fd, wanted, position))
+                position += wanted
                 if seen is not None:
-                    seen(position)
+                    seen(min(position, length))
         return content.text(length)
+
+
+def _pread(fd: int, wanted: int, position: int) -> bytes:
+    """``wanted`` bytes, fewer only at the file's end."""
+    data = os.pread(fd, wanted, position)
+    while len(data) < wanted:
+        more = os.pread(fd, wanted - len(data), position + len(data))
+        if not more:
+            break
+        data += more
+    return data
 
 
 def data_ranges(fd: int) -> Iterator[tuple[int, int]]:
@@ -125,5 +148,5 @@ def data_ranges(fd: int) -> Iterator[tuple[int, int]]:
             if error.errno == errno.ENXIO:  # only a hole is left
                 return
             raise
-        position = os.lseek(fd, start, os.SEEK_HOLE)
+        position = min(os.lseek(fd, start, os.SEEK_HOLE), end)
         yield start, position

@@ -65,11 +65,13 @@ class DiskManager:
 
     :param conf: the service's configuration; the library's options are registered
         on it.
+    :raises ConfigError: a value in it cannot be used.
     """
 
     def __init__(self, conf: cfg.ConfigOpts) -> None:
         _refuse_green_threads()
         options.register(conf)
+        options.check(conf)
         self._ctx = Context(conf)
         self._started = False
         self._lock = threading.Lock()
@@ -186,7 +188,9 @@ class DiskManager:
         :param guest: the running guest; None: it is stopped.
         :raises SizeRefused: a disk would shrink. :raises Busy: the guest runs.
         """
-        return self._verb(resize_action.resize, instance, guest, auth=auth)
+        return self._verb(
+            resize_action.resize, instance, guest, auth=auth, progress=progress
+        )
 
     def snapshot(
         self,
@@ -235,6 +239,19 @@ class DiskManager:
         if instance_id is not None:
             check_id("instance id", instance_id)
         return inspect_action.list_disks(self._ctx, instance_id)
+
+    def disk(self, disk_id: str) -> Disk:
+        """One disk, by its id. :raises DiskNotFound:"""
+        return inspect_action.one_disk(self._ctx, check_id("disk id", disk_id))
+
+    def instance(self, instance_id: str) -> Instance:
+        """The instance as it was last asked for, with its flavor of now.
+
+        :raises InstanceNotFound:
+        """
+        return inspect_action.recorded_instance(
+            self._ctx, check_id("instance id", instance_id)
+        )
 
     def capacity(self) -> Sequence[Inventory]:
         """Room by backend, and what the image cache takes. A storage that does not

@@ -657,7 +657,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far something is that copies. ``total`` 0: not known."""
+    """How far something is, as a ratio without a unit. ``total`` 0: not known."""
 
     what: str
     done: int

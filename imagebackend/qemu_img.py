@@ -24,6 +24,13 @@ from imagebackend.model import MiB, Progress, ProgressCallback, Source
 _GROUP = options.GROUP.name
 #: Exit codes of `qemu-img check`.
 _CHECK_CORRUPT, _CHECK_LEAKS, _CHECK_UNKNOWN = 2, 3, 63
+#: What QEMU, its libraries and the loader say when they get no memory. An image's
+#: name, which has no blanks, cannot look like it.
+_NO_MEMORY = re.compile(
+    r"(?:cannot|unable to|failed to|could not) allocate|out of memory"
+    r"|failed to map segment|thread_create: Resource temporarily",
+    re.IGNORECASE,
+)
 _PERCENT = re.compile(r"\(([0-9.]+)/100%\)")
 
 
@@ -176,12 +183,12 @@ class QemuImg:
             code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not reason
         ):
             return _limit(argv[0], f"{prefix}cpu_seconds", f"{cpu} s of CPU time")
-        if "allocate" in reason.lower() or "memory" in reason.lower():
+        if _NO_MEMORY.search(reason):
             memory = self._conf[_GROUP].memory_mb
             return _limit(argv[0], "memory_mb", f"{memory} MiB ({reason})")
         if code == 127 or "failed to execute qemu-img" in reason:
             return processes.missing("qemu-img", "qemu-utils")
-        if "lock" in reason and "Is another process using" in reason:
+        if " lock" in reason and "Is another process using" in reason:
             return exc.Busy(
                 f"qemu-img {argv[0]}: another process (a running guest?) has the "
                 f"disk open: {reason}",

@@ -10,7 +10,7 @@ from oslo_log import log
 
 from imagebackend import exceptions as exc
 from imagebackend import model
-from imagebackend.actions.context import Context
+from imagebackend.actions.context import Context, instance_of
 from imagebackend.actions.replace import known_instance
 from imagebackend.actions.settle import purge, settle
 from imagebackend.backends.base import Backend
@@ -20,6 +20,7 @@ from imagebackend.model import (
     DiskState,
     Finding,
     GenerationState,
+    Instance,
     Inventory,
     Severity,
 )
@@ -44,6 +45,22 @@ def list_disks(ctx: Context, instance_id: str | None) -> Iterator[Disk]:
                 owners: list[OwnerRow | None] = [*rows.owners(row.id)] or [None]
                 disks += [ctx.disk(rows, row, owner) for owner in owners]
         yield from disks
+
+
+def one_disk(ctx: Context, disk_id: str) -> Disk:
+    """See :meth:`imagebackend.manager.DiskManager.disk`."""
+    with ctx.store.reading() as rows:
+        row = rows.disk(disk_id)
+        if row is None:
+            raise exc.DiskNotFound(f"disk {disk_id} is not recorded", disk=disk_id)
+        owners = rows.owners(disk_id)
+        return ctx.disk(rows, row, owners[0] if owners else None)
+
+
+def recorded_instance(ctx: Context, instance_id: str) -> Instance:
+    """See :meth:`imagebackend.manager.DiskManager.instance`."""
+    with ctx.store.reading() as rows:
+        return instance_of(known_instance(rows, instance_id).request)
 
 
 def capacity(ctx: Context) -> Sequence[Inventory]:

@@ -26,6 +26,8 @@ from imagebackend.model import (
     DiskChange,
     DiskState,
     Instance,
+    Progress,
+    ProgressCallback,
     Role,
     Way,
 )
@@ -47,6 +49,7 @@ def resize(
     guest: GuestDisks | None = None,
     *,
     auth: Any = None,
+    progress: ProgressCallback | None = None,
 ) -> Change:
     """See :meth:`imagebackend.manager.DiskManager.resize`."""
     with begin(ctx, "resize", instance.id) as operation:
@@ -61,7 +64,9 @@ def resize(
         for growth in growths:
             _check(ctx, growth, guest)
         changed = []
-        for growth in growths:
+        for number, growth in enumerate(growths):
+            if progress is not None:
+                progress(Progress("grow", number, len(growths)))
             with ctx.store.writing() as tx:
                 held = hold(tx, growth.disk, DiskState.RESIZING, operation)
             size = _grow(ctx, growth, guest)

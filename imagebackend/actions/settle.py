@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import Iterator, Sequence
 
 from oslo_log import log
 
 from imagebackend import exceptions as exc
+from imagebackend import model
 from imagebackend.actions.context import Context, settle_disk
 from imagebackend.libvirt import guest
 from imagebackend.model import (
@@ -64,6 +66,7 @@ def settle(ctx: Context, operation: Operation) -> list[Finding]:
         disks = rows.disks_of(operation.id)
         snapshots = rows.snapshots_of(operation.id)
     findings += _abort_guest_job(ctx, operation)
+    findings += _discard_upload(ctx, operation)
     # A temporary volume hangs on the snapshot that it was made from.
     findings += pay_debts(ctx, operation.id)
     for snapshot in snapshots:
@@ -241,6 +244,19 @@ def _abort_guest_job(ctx: Context, operation: Operation) -> list[Finding]:
     except exc.ImageBackendError as error:
         # It writes into a file that goes with the operation: no harm but the work.
         return [_finding(f"backup job of guest {domain}", error)]
+    return []
+
+
+def _discard_upload(ctx: Context, operation: Operation) -> list[Finding]:
+    """An image that a dead snapshot had begun to hand over."""
+    into = operation.row.detail.get("into")
+    if into is None:
+        return []
+    target = model.from_json(model.UploadTarget, json.loads(into))
+    try:
+        ctx.source.discard(target, operation.id)
+    except exc.ImageBackendError as error:
+        return [_finding(f"image {target.image}", error)]
     return []
 
 

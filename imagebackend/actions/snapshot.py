@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from oslo_log import log
 
 from imagebackend import exceptions as exc
+from imagebackend import model
 from imagebackend.actions.context import Context, free, hold, settle_disk
 from imagebackend.actions.replace import known_instance, must_be_idle
 from imagebackend.actions.settle import begin, drop_generation, drop_snapshot
@@ -60,7 +61,9 @@ def snapshot(
             "format of the image", into.disk_format, "one of " + ", ".join(_FORMATS)
         )
     ctx.source.check_target(into)
-    detail = {} if guest is None else {"domain": guest.uuid}
+    detail = {"into": model.dumps(into)}
+    if guest is not None:
+        detail["domain"] = guest.uuid
     with begin(ctx, "snapshot", instance_id, **detail) as operation:
         with ctx.store.reading() as rows:
             known_instance(rows, instance_id)
@@ -78,7 +81,7 @@ def snapshot(
                 _export(ctx, source, path, into, progress)
         else:
             _running(ctx, operation, guest, disk, owner, row, path, into, progress)
-        info = ctx.source.put(into, path, progress=progress)
+        info = ctx.source.put(into, path, operation.id, progress=progress)
         with ctx.store.writing() as tx:
             settle_disk(tx, held)
             operation.finish(tx)

@@ -15,6 +15,7 @@ from stevedore import extension
 from imagebackend import exceptions as exc
 from imagebackend.backends.base import Backend
 from imagebackend.conf import backends as options
+from imagebackend.conf import check_values
 
 NAMESPACE = "imagebackend.backends"
 
@@ -82,7 +83,7 @@ class Backends:
                     NAMESPACE,
                     wanted,
                     invoke_on_load=False,
-                    warn_on_missing_entrypoint=False,
+                    on_missing_entrypoints_callback=None,
                 )
             )
         except stevedore_exc.NoMatches as error:
@@ -100,6 +101,7 @@ class Backends:
             raise _missing(name, wanted, error) from error
         found = cast(type[Backend], manager.driver)
         self._conf.register_opts(list(found.OPTIONS), group=name)
+        check_values(self._conf, name, found.OPTIONS)
         return found
 
 

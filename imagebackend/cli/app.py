@@ -69,6 +69,7 @@ class ImageBackendApp(app.App):
         self.command_manager.add_command("help", Help)
         self._bar: progress.Bar | None = None
         self._handlers: list[logging.Handler] = []
+        self._root_level = logging.WARNING
 
     # --- what commands use -----------------------------------------------------
 
@@ -98,6 +99,7 @@ class ImageBackendApp(app.App):
             handler = self._handlers.pop()
             root.removeHandler(handler)
             handler.close()
+            root.setLevel(self._root_level)
 
     def note(self, text: str) -> None:
         """A line for people, beside the output that programs read."""
@@ -132,8 +134,16 @@ class ImageBackendApp(app.App):
         argparse_kwargs: dict[str, Any] | None = None,
     ) -> argparse.ArgumentParser:
         # An abbreviation would take options away from the commands.
-        kwargs = {"prog": self.NAME, "allow_abbrev": False} | (argparse_kwargs or {})
+        kwargs: dict[str, Any] = {"allow_abbrev": False, "conflict_handler": "resolve"}
+        kwargs |= {"prog": self.NAME} | (argparse_kwargs or {})
         parser = super().build_option_parser(description, version, kwargs)
+        # cliff's own says the name of whatever program runs.
+        parser.add_argument(
+            "--version",
+            action="version",
+            version=f"%(prog)s {version}",
+            help="Show the version and exit.",
+        )
         for option, what in (("file", "file"), ("dir", "folder of *.conf files")):
             parser.add_argument(
                 f"--config-{option}",
@@ -156,6 +166,7 @@ class ImageBackendApp(app.App):
             file.setFormatter(logging.Formatter(self.LOG_FILE_MESSAGE_FORMAT))
             self._handlers.append(file)
         root = logging.getLogger()
+        self._root_level = root.level
         root.setLevel(level)
         for handler in self._handlers:
             root.addHandler(handler)
@@ -193,12 +204,10 @@ class ImageBackendApp(app.App):
         print("\ncommands:", file=out)
         for name, entry in sorted(self.command_manager):
             try:
-                what = (
-                    (inspect.getdoc(entry.load()) or "").partition("\n")[0].rstrip(".")
-                )
+                what = (inspect.getdoc(entry.load()) or "").partition("\n")[0]
             except ImportError as error:
                 what = f"(cannot be loaded: {output.escape(str(error))})"
-            print(f"  {name:<15} {what}", file=out)
+            print(f"  {name:<15} {what.rstrip('.')}", file=out)
 
     def _unknown(self, argv: Sequence[str]) -> str:
         if argv[0].startswith("-"):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from oslo_config import cfg
 
+from imagebackend import exceptions as exc
 from imagebackend.conf import backends, host, images, libvirt, qemu_img, store
 
 _MODULES = (host, store, images, qemu_img, libvirt)
@@ -24,6 +25,26 @@ def register(conf: cfg.ConfigOpts) -> None:
         group = module.GROUP
         conf.register_group(cfg.OptGroup(group.name, group.title, group.help))
         conf.register_opts(module.OPTIONS, group=module.GROUP)
+
+
+def check_values(conf: cfg.ConfigOpts, group: str, options: Sequence[cfg.Opt]) -> None:
+    """:raises ConfigError: a value in a file cannot be what its option is."""
+    for option in options:
+        try:
+            conf[group][option.dest]
+        except (cfg.ConfigFileValueError, ValueError) as error:
+            reason = str(error).rpartition("is not valid: ")[2]
+            raise exc.ConfigError(
+                f"[{group}] {option.name} has a value that cannot be used: {reason}",
+                group=group,
+                option=option.name,
+            ) from error
+
+
+def check(conf: cfg.ConfigOpts) -> None:
+    """Look at every value of the library's own groups. :raises ConfigError:"""
+    for module in _MODULES:
+        check_values(conf, module.GROUP.name, module.OPTIONS)
 
 
 def list_opts() -> list[tuple[cfg.OptGroup, Sequence[cfg.Opt]]]:

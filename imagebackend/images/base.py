@@ -64,10 +64,20 @@ class ImageSource(abc.ABC):
         self,
         into: UploadTarget,
         path: str,
+        token: str,
         *,
         progress: ProgressCallback | None = None,
     ) -> ImageInfo:
-        """Take the file at ``path`` as the image's bytes: whole or not at all."""
+        """Take the file at ``path`` as the image's bytes: whole or not at all.
+
+        :param token: names this try, so that :meth:`discard` finds what a dead one
+            left.
+        """
+
+    @abc.abstractmethod
+    def discard(self, into: UploadTarget, token: str) -> None:
+        """Remove what a dead :meth:`put` left half made; an image that is whole
+        stays. Nothing there is success."""
 
     @abc.abstractmethod
     def list(self) -> Iterator[ImageInfo]:

@@ -8,12 +8,13 @@ A folder for each entry, named by the image's id and version::
     <cache>/<image>-<version>/lease.<host>  that host uses it, or did
     <cache>/hosts/<host>                    hosts that share the folder
     <cache>/locks/<00..63>                  locks, by hash of the entry's name
-    <cache>/tmp/                            what is being fetched or removed
+    <cache>/tmp/                            what is being fetched, written or removed
 
 Who uses an entry holds its lock shared; who makes or removes it, alone. An entry
 appears by one rename, after all of it was flushed. Each use leaves a lease, durable
 before the first overlay is; an entry goes only when this host's rows do not need it
-and no other host has a lease on it.
+and no other host has a lease on it. A host that prunes gives up its own lease on what
+it does not need.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -56,9 +58,11 @@ LOG = log.getLogger(__name__)
 
 _STRIPES = 64
 _OWN = frozenset({"hosts", "locks", "tmp"})
+_DIGEST = re.compile(r"(?:blocks-sha256|sha256|sha384|sha512):[0-9a-fA-F]+")
 _ENTRY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{16}")
 _LEASE = "lease."
 _META = "meta.json"
+_FILES = {"raw": "base.raw", "qcow2": "base.qcow2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,34 +211,46 @@ class ImageCache:
         size prove nothing.
         """
         path = self._path(entry, _LEASE + self._host.id)
-        base = self._path(entry, meta.file)
-        try:
-            facts = os.stat(base)
-        except OSError as error:
-            raise _damaged(entry, f"{base}: {error.strerror}") from error
-        says = {"boot": self._host.boot_id, "file": _fingerprint(facts)}
+        says = self._looked_at(entry, meta)
         if _read_json(path) == says:
-            os.utime(path)
-            return
+            with _writing(path), contextlib.suppress(FileNotFoundError):
+                os.utime(path)
+                return
         self._verify(entry, meta, progress)
-        _write_durably(path, says)
+        self._register_host()
+        with _writing(path):
+            self._write_durably(entry, path, says)
+
+    def _looked_at(self, entry: str, meta: _Meta) -> dict[str, Any]:
+        """What a lease says of the file whose bytes were right."""
+        path = self._path(entry, meta.file)
+        try:
+            facts = os.lstat(path)
+        except OSError as error:
+            raise _damaged(entry, f"{meta.file}: {error.strerror}") from error
+        if not stat.S_ISREG(facts.st_mode):
+            raise _damaged(entry, f"{meta.file} is not a file")
+        return {"boot": self._host.boot_id, "file": _fingerprint(facts)}
 
     def _verify(
         self, entry: str, meta: _Meta, progress: ProgressCallback | None
     ) -> None:
         base = self._path(entry, meta.file)
-        size = os.stat(base).st_size
-        if size != meta.size:
-            raise _damaged(
-                entry, f"{meta.file} has {size} bytes instead of {meta.size}"
-            )
 
         def seen(done: int) -> None:
             if progress is not None:
-                progress(Progress("verify image", done, size))
+                progress(Progress("verify image", done, meta.size))
 
-        algorithm = meta.digest.partition(":")[0]
-        if digest_of(base, algorithm, seen) != meta.digest.lower():
+        try:
+            size = os.stat(base).st_size
+            if size != meta.size:
+                raise _damaged(
+                    entry, f"{meta.file} has {size} bytes instead of {meta.size}"
+                )
+            digest = digest_of(base, meta.digest.partition(":")[0], seen)
+        except OSError as error:
+            raise _damaged(entry, f"{meta.file}: {error.strerror}") from error
+        if digest != meta.digest.lower():
             raise _damaged(entry, f"the bytes of {meta.file} are not those fetched")
 
     def _needed(self, entry: str) -> bool:
@@ -245,12 +261,12 @@ class ImageCache:
     def _leases(self, entry: str) -> dict[str, float]:
         """Hosts that use the entry, or did, and when last."""
         found = {}
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for each in os.scandir(self._path(entry)):
                 if each.name.startswith(_LEASE):
                     with contextlib.suppress(FileNotFoundError):
                         host = each.name.removeprefix(_LEASE)
-                        found[host] = each.stat().st_mtime
+                        found[host] = each.stat(follow_symlinks=False).st_mtime
         return found
 
     # --- fetch ---------------------------------------------------------------
@@ -284,15 +300,24 @@ class ImageCache:
 
     def _present(self, entry: str) -> bool:
         """Whether a good entry is there; a bad one that nobody needs is removed."""
+        if not os.path.lexists(self._path(entry)):
+            return False
+        if not self._is_entry(entry):
+            raise exc.ObjectExists(
+                f"image cache: {self._path(entry)} is in the way, and is not the "
+                f"cache's own: look what it is",
+                entry=entry,
+            )
         try:
             meta = self._meta(entry)
             if meta is None:
-                return False
+                raise _damaged(entry, f"it has no {_META}")
             self._verify(entry, meta, None)
-        except (exc.IntegrityError, OSError):
+        except exc.IntegrityError:
             if self._needed(entry):
                 raise
-            self._remove(entry)
+            with _writing(self._path(entry)):
+                self._remove(entry)
             return False
         return True
 
@@ -330,32 +355,37 @@ class ImageCache:
                 digest=base.digest,
             )
             fsync_path(path)
-            _write_durably(os.path.join(folder, _META), dataclasses.asdict(meta))
-            self._first_lease(folder, path)
+            self._write_durably(
+                entry, os.path.join(folder, _META), dataclasses.asdict(meta)
+            )
+            self._first_lease(entry, folder, path)
             os.rename(folder, self._path(entry))
             fsync_path(self.path)
         except OSError as error:
             raise processes.space_error(error, folder) from error
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _discard(folder)
 
-    def _first_lease(self, folder: str, base: str) -> None:
+    def _first_lease(self, entry: str, folder: str, base: str) -> None:
         """The bytes that were just written and flushed need no second look."""
         says = {
             "boot": self._host.boot_id,
             "file": _fingerprint(os.stat(base)),
         }
-        _write_durably(os.path.join(folder, _LEASE + self._host.id), says)
+        self._write_durably(entry, os.path.join(folder, _LEASE + self._host.id), says)
 
     def _register_host(self) -> None:
-        try:
+        path = os.path.join(self.path, "hosts", self._host.id)
+        with _writing(self.path):
             for name in ("hosts", "locks", "tmp"):
                 os.makedirs(os.path.join(self.path, name), mode=0o711, exist_ok=True)
-            path = os.path.join(self.path, "hosts", self._host.id)
-            if not os.path.exists(path):
-                _write_durably(path, {"hostname": self._host.hostname})
-        except OSError as error:
-            raise processes.space_error(error, self.path) from error
+            if os.path.exists(path):
+                return
+            # Disks are based on what is in the folder: it must outlive a power cut.
+            fsync_path(self.path)
+            fsync_path(os.path.dirname(self.path))
+        with self._locked("hosts", shared=True), _writing(path):
+            self._write_durably("hosts", path, {"hostname": self._host.hostname})
 
     # --- what there is ---------------------------------------------------------
 
@@ -366,12 +396,12 @@ class ImageCache:
             looked at, or were not looked at since this host started.
         """
         for name in self._names():
-            if _ENTRY.fullmatch(name):
+            if self._is_entry(name):
                 yield self._entry(name, verify)
 
     def strangers(self) -> list[str]:
         """What is in the folder and is not the cache's: it is never touched."""
-        return [name for name in self._names() if not _ENTRY.fullmatch(name)]
+        return [name for name in self._names() if not self._is_entry(name)]
 
     def usage(self) -> int:
         """Bytes that the cache takes up, with what is being fetched; 0 without one."""
@@ -401,10 +431,17 @@ class ImageCache:
                 host_id,
                 "another one that shares the cache: " + (", ".join(others) or "none"),
             )
-        for name in self._names():
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path(name, _LEASE + host_id))
-        os.unlink(os.path.join(self.path, "hosts", host_id))
+        for name in filter(self._is_entry, self._names()):
+            _unlink(self._path(name, _LEASE + host_id))
+        _unlink(os.path.join(self.path, "hosts", host_id))
+
+    def _is_entry(self, name: str) -> bool:
+        path = self._path(name)
+        return (
+            _ENTRY.fullmatch(name) is not None
+            and os.path.isdir(path)
+            and not os.path.islink(path)
+        )
 
     def _names(self) -> list[str]:
         try:
@@ -429,8 +466,10 @@ class ImageCache:
             elif verify:
                 with self._locked(name, shared=True):
                     self._verify_changed(name, meta)
-        except exc.ImageBackendError as error:
-            broken = error.message
+        except exc.IntegrityError as error:
+            # One that went meanwhile is not a damaged one.
+            if os.path.isdir(self._path(name)):
+                broken = error.message
         allocated = 0
         for folder, _, files in os.walk(self._path(name)):
             for each in files:
@@ -449,10 +488,8 @@ class ImageCache:
         )
 
     def _verify_changed(self, name: str, meta: _Meta) -> None:
-        facts = os.stat(self._path(name, meta.file))
-        says = {"boot": self._host.boot_id, "file": _fingerprint(facts)}
         path = self._path(name, _LEASE + self._host.id)
-        if _read_json(path) != says:
+        if _read_json(path) != self._looked_at(name, meta):
             self._verify(name, meta, None)
 
     def _meta(self, entry: str) -> _Meta | None:
@@ -461,10 +498,21 @@ class ImageCache:
         if not os.path.exists(path):
             return None
         says = _read_json(path)
-        names = {field.name for field in dataclasses.fields(_Meta)}
-        if not isinstance(says, dict) or not names <= set(says):
+        if not isinstance(says, dict):
             raise _damaged(entry, f"its {_META} cannot be read")
-        return _Meta(**{name: says[name] for name in names})
+        fields: list[Any] = [says.get(each.name) for each in dataclasses.fields(_Meta)]
+        meta = _Meta(*fields)
+        sizes = (meta.size, meta.virtual_size)
+        if (
+            not all(isinstance(each, str) for each in (meta.image_id, meta.version))
+            or not isinstance(meta.format, str)
+            or meta.file != _FILES.get(meta.format)
+            or not all(type(each) is int and each > 0 for each in sizes)
+            or not isinstance(meta.digest, str)
+            or not _DIGEST.fullmatch(meta.digest)
+        ):
+            raise _damaged(entry, f"its {_META} is not what was written")
+        return meta
 
     # --- prune -----------------------------------------------------------------
 
@@ -484,7 +532,7 @@ class ImageCache:
                 f"not used for {_days(now - each.last_used)}" if old else "over budget"
             )
             finding = self._prune_one(each, why, dry_run)
-            if finding.severity is Severity.OK:
+            if finding.action != "kept":
                 left -= each.allocated
             yield finding
         for name in self.strangers():
@@ -500,7 +548,7 @@ class ImageCache:
         subject = f"image cache: {each.entry}"
         try:
             with self._locked(each.entry, shared=False, wait=False):
-                reason = self._why_kept(each.entry)
+                reason = self._why_kept(each, dry_run)
                 if reason:
                     return Finding(
                         Severity.WARNING if each.broken else Severity.OK,
@@ -523,12 +571,19 @@ class ImageCache:
             action="would be removed" if dry_run else "removed",
         )
 
-    def _why_kept(self, entry: str) -> str:
-        if entry in self._in_use():
+    def _why_kept(self, each: CacheEntry, dry_run: bool) -> str:
+        """Asked with the lock: what was true before it may be so no more."""
+        if each.entry in self._in_use():
             return "a disk of this host is based on it"
-        others = [host for host in self._leases(entry) if host != self._host.id]
-        if others:
-            return f"host {', '.join(others)} has a lease on it"
+        leases = self._leases(each.entry)
+        own = leases.pop(self._host.id, 0.0)
+        if own > each.last_used:
+            return "used just now"
+        if leases:
+            # Two hosts that wait for each other's lease would wait for ever.
+            if own and not dry_run:
+                _unlink(self._path(each.entry, _LEASE + self._host.id))
+            return f"host {', '.join(sorted(leases))} has a lease on it"
         return ""
 
     def _remove(self, entry: str) -> None:
@@ -537,21 +592,26 @@ class ImageCache:
         os.makedirs(os.path.dirname(aside), mode=0o711, exist_ok=True)
         os.rename(self._path(entry), aside)
         fsync_path(self.path)
-        shutil.rmtree(aside, ignore_errors=True)
+        _discard(aside)
 
     def sweep(self) -> list[str]:
         """Remove what a dead fetch or prune left; returns its names."""
         swept = []
         folder = os.path.join(self.path, "tmp")
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted(os.listdir(folder)):
-                entry = name.rpartition(".")[0]
-                # Whoever works on an entry holds its lock meanwhile.
-                with (
-                    contextlib.suppress(exc.Busy),
-                    self._locked(entry, shared=False, wait=False),
-                ):
-                    shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        try:
+            names = sorted(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        for name in names:
+            entry = name.rpartition(".")[0]
+            # Whoever works on an entry holds its lock meanwhile.
+            with (
+                contextlib.suppress(exc.Busy),
+                self._locked(entry, shared=False, wait=False),
+            ):
+                # It may have come to its end since it was listed.
+                if os.path.lexists(os.path.join(folder, name)):
+                    _discard(os.path.join(folder, name))
                     swept.append(name)
         return swept
 
@@ -575,12 +635,32 @@ class ImageCache:
             raise processes.space_error(error, path) from error
         try:
             mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            fcntl.flock(fd, mode if wait else mode | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(fd, mode if wait else mode | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise exc.Busy(f"image cache: {entry} is in use", entry=entry) from None
+            except OSError as error:
+                raise exc.HostError(
+                    f"cannot lock {path}: {error.strerror}", path=path
+                ) from error
             yield
-        except BlockingIOError:
-            raise exc.Busy(f"image cache: {entry} is in use", entry=entry) from None
         finally:
             os.close(fd)
+
+    def _write_durably(self, entry: str, path: str, value: Any) -> None:
+        """Whole or not at all. Its caller holds the lock of ``entry``, so that a sweep
+        tells a living write from a dead one."""
+        part = os.path.join(self.path, "tmp", f"{entry}.{uuid.uuid4()}")
+        try:
+            with open(part, "x", encoding="utf-8") as file:
+                json.dump(value, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(part, path)
+        except BaseException:
+            _discard(part)
+            raise
+        fsync_path(os.path.dirname(path))
 
 
 def _fingerprint(facts: os.stat_result) -> list[int]:
@@ -592,18 +672,32 @@ def _read_json(path: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
-def _write_durably(path: str, value: Any) -> None:
-    part = f"{path}.{uuid.uuid4()}.part"
-    with open(part, "x", encoding="utf-8") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(part, path)
-    fsync_path(os.path.dirname(path))
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Failures of the file system in our words."""
+    try:
+        yield
+    except OSError as error:
+        raise processes.space_error(error, path) from error
+
+
+def _discard(path: str) -> None:
+    """Whatever it is, without a word if it cannot be."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _unlink(path: str) -> None:
+    """:raises HostError:"""
+    with _writing(path), contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _damaged(entry: str, what: str) -> exc.IntegrityError:

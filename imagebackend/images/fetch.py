@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,12 @@ from oslo_config import cfg
 
 from imagebackend import exceptions as exc
 from imagebackend.images.base import ImageSource, Readable
-from imagebackend.images.inspect import Inspected, Verdict
+from imagebackend.images.inspect import (
+    Inspected,
+    Verdict,
+    check_vhd_blocks,
+    rejected,
+)
 from imagebackend.local_files import ContentDigest, digest_of
 from imagebackend.model import (
     FileSource,
@@ -55,9 +61,12 @@ def fetch(
             f"require_digest is set",
             image=info.id,
         )
+    most = options.max_image_gb * GiB
+    if most and (info.size or 0) > most:
+        raise _too_much(info, most)
     path = os.path.join(folder, "fetched")
     with source.open(info, auth=auth) as stream:
-        verdict, digest = _download(conf, stream, info, path, progress)
+        verdict, digest = _download(stream, info, path, most, limit, progress)
     if verdict.virtual_size > limit:
         raise too_large(info, verdict.virtual_size, limit)
     qemu_img = QemuImg(conf)
@@ -72,13 +81,7 @@ def fetch(
         format_ = verdict.driver
     else:
         file, format_ = "base.raw", "raw"
-        qemu_img.convert_to_file(
-            FileSource(path, verdict.driver),
-            os.path.join(folder, file),
-            "raw",
-            progress=progress,
-            what="convert image",
-        )
+        _convert(qemu_img, info, path, verdict, os.path.join(folder, file), progress)
         os.unlink(path)
         digest = digest_of(os.path.join(folder, file))
     base = os.path.join(folder, file)
@@ -87,21 +90,22 @@ def fetch(
 
 
 def _download(
-    conf: cfg.ConfigOpts,
     stream: Readable,
     info: ImageInfo,
     path: str,
+    most: int,
+    limit: int,
     progress: ProgressCallback | None,
 ) -> tuple[Verdict, str]:
-    """Its bytes, as they came, and a digest of them."""
-    most = conf.imagebackend_images.max_image_gb * GiB
+    """Its bytes, as they came, and a digest of them. A stream that goes on beyond
+    what it may be is not followed to its end."""
     algorithm, _, wanted = (info.digest or "").partition(":")
-    hasher = _hasher(info, algorithm) if info.digest else None
+    hasher = _hasher(info, algorithm, wanted) if info.digest else None
     content = ContentDigest()
     inspected = Inspected(stream, info)
     done = 0
     with open(path, "xb", buffering=0) as file:
-        while chunk := _read(inspected):
+        while chunk := inspected.read(_CHUNK):
             if hasher is not None:
                 hasher.update(chunk)
             else:
@@ -114,18 +118,18 @@ def _download(
                     view = view[file.write(view) :]
             done += len(chunk)
             if most and done > most:
-                raise exc.SizeRefused(
-                    f"image {info.id} has more than {most} bytes of data: "
-                    f"[imagebackend_images] max_image_gb",
-                    image=info.id,
-                    limit=most,
-                )
+                raise _too_much(info, most)
+            if info.size is not None and done > info.size:
+                break
+            if info.disk_format in ("raw", "iso") and done > limit:
+                raise too_large(info, max(done, info.size or 0), limit)
             if progress is not None:
                 progress(Progress("fetch image", done, info.size or 0))
         file.truncate(done)
     if info.size is not None and done != info.size:
         raise exc.IntegrityError(
-            f"image {info.id}: {done} bytes came instead of {info.size}",
+            f"image {info.id}: {done} bytes came instead of {info.size}"
+            + (", and more was to come" if done > info.size else ""),
             image=info.id,
             got=done,
             wanted=info.size,
@@ -139,17 +143,6 @@ def _download(
     return inspected.verdict(), (info.digest or "").lower() or content.text(done)
 
 
-def _read(stream: Readable) -> bytes:
-    """A whole chunk, unless the stream ends: sources may give less at a time."""
-    chunk = stream.read(_CHUNK)
-    while 0 < len(chunk) < _CHUNK:
-        more = stream.read(_CHUNK - len(chunk))
-        if not more:
-            break
-        chunk += more
-    return chunk
-
-
 def too_large(info: ImageInfo, needed: int, limit: int) -> exc.SizeRefused:
     """An image whose content does not fit."""
     return exc.SizeRefused(
@@ -160,7 +153,16 @@ def too_large(info: ImageInfo, needed: int, limit: int) -> exc.SizeRefused:
     )
 
 
-def _hasher(info: ImageInfo, algorithm: str) -> hashlib._Hash:
+def _too_much(info: ImageInfo, most: int) -> exc.SizeRefused:
+    return exc.SizeRefused(
+        f"image {info.id} has more than {most} bytes of data: "
+        f"[imagebackend_images] max_image_gb",
+        image=info.id,
+        limit=most,
+    )
+
+
+def _hasher(info: ImageInfo, algorithm: str, wanted: str) -> hashlib._Hash:
     # MD5 and SHA-1 prove nothing against somebody who chose the image.
     if algorithm not in ("sha256", "sha384", "sha512"):
         raise exc.ImageRejected(
@@ -169,13 +171,53 @@ def _hasher(info: ImageInfo, algorithm: str) -> hashlib._Hash:
             image=info.id,
             algorithm=algorithm,
         )
-    return hashlib.new(algorithm)
+    hasher = hashlib.new(algorithm)
+    digits = 2 * hasher.digest_size
+    if not re.fullmatch(f"[0-9a-fA-F]{{{digits}}}", wanted):
+        raise exc.ImageRejected(
+            f"image {info.id} has a digest that is none: after {algorithm}: there "
+            f"must be {digits} hexadecimal digits",
+            image=info.id,
+            algorithm=algorithm,
+        )
+    return hasher
 
 
 def _check(qemu_img: QemuImg, info: ImageInfo, source: FileSource) -> None:
-    """QEMU's own check of the image's tables: a torn file would read as zeros."""
-    fault = qemu_img.check(source)
+    """What a torn file would have as zeros is found: by QEMU's own check of the
+    image's tables, which a VHD has none of."""
+    if source.format == "vpc":
+        check_vhd_blocks(info, source.path)
+    try:
+        fault = qemu_img.check(source)
+    except exc.StorageError as error:
+        raise _damaged(info, error) from error
     if fault:
-        raise exc.ImageRejected(
-            f"image {info.id} is damaged: {fault}", image=info.id, reason=fault
+        raise rejected(info, f"it is damaged: {fault}")
+
+
+def _convert(
+    qemu_img: QemuImg,
+    info: ImageInfo,
+    path: str,
+    verdict: Verdict,
+    target: str,
+    progress: ProgressCallback | None,
+) -> None:
+    try:
+        qemu_img.convert_to_file(
+            FileSource(path, verdict.driver),
+            target,
+            "raw",
+            progress=progress,
+            what="convert image",
         )
+    except exc.StorageError as error:
+        if "writing" in str(error.values.get("reason")):
+            raise
+        raise _damaged(info, error) from error
+
+
+def _damaged(info: ImageInfo, error: exc.StorageError) -> exc.ImageRejected:
+    """QEMU cannot make sense of the file, which nobody else knows of."""
+    return rejected(info, f"it is damaged: {error.values.get('reason') or error}")

@@ -9,12 +9,12 @@ the operator gave; never in its bytes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import re
 import stat
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,6 +32,18 @@ from imagebackend.model import (
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DIGEST = "sha512"
+#: As Linux has them, less the few that a name's ending takes.
+_PATH_MAX, _NAME_MAX = 4000, 255
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Places:
+    """Where an upload goes, and what it is called on the way."""
+
+    target: str
+    part: str
+    notes: str | None
+    notes_part: str
 
 
 class FileSource(ImageSource):
@@ -75,17 +87,27 @@ class FileSource(ImageSource):
         except OSError as error:
             raise _unreadable(path, error) from error
         with file:
-            if not info.digest and _version(os.fstat(file.fileno())) != info.version:
-                raise exc.IntegrityError(
-                    f"image {info.id} was replaced while it was asked for: {path}",
-                    image=info.id,
-                )
+            self._check_version(info, path, file.fileno())
             yield _Guarded(file, path)
+            self._check_version(info, path, file.fileno())
+
+    @staticmethod
+    def _check_version(info: ImageInfo, path: str, fd: int) -> None:
+        """Where there is no digest, nothing else tells two halves of two images."""
+        if not info.digest and _version(os.fstat(fd)) != info.version:
+            raise exc.IntegrityError(
+                f"image {info.id} was replaced while it was asked for: {path}",
+                image=info.id,
+            )
 
     def check_target(self, into: UploadTarget) -> None:
         if into.source != "file":
             raise exc.InvalidValue(
                 "image source of a snapshot", into.source, "file on this host"
+            )
+        if into.disk_format not in FORMATS:
+            raise exc.InvalidValue(
+                "format of the image", into.disk_format, "one of " + ", ".join(FORMATS)
             )
         path = self._target(into)
         folder = os.path.dirname(path)
@@ -113,11 +135,12 @@ class FileSource(ImageSource):
         self,
         into: UploadTarget,
         path: str,
+        token: str,
         *,
         progress: ProgressCallback | None = None,
     ) -> ImageInfo:
         self.check_target(into)
-        target = self._target(into)
+        places = self._places(into, token)
         size = os.stat(path).st_size
 
         def seen(done: int) -> None:
@@ -125,30 +148,47 @@ class FileSource(ImageSource):
                 progress(Progress("digest", done, size))
 
         digest = digest_of(path, _DIGEST, seen)
-        part = os.path.join(os.path.dirname(target), f".{uuid.uuid4()}.part")
-        sidecar = self._sidecar(into, digest)
-        with contextlib.ExitStack() as undo:
-            try:
-                undo.callback(_remove, part)
-                _bring(path, part)
-                if sidecar is not None:
-                    undo.callback(_remove, sidecar)
-                with _exclusively(target):
-                    os.link(part, target)
-                _remove(part)
-                fsync_path(os.path.dirname(target))
-            except OSError as error:
-                raise processes.space_error(error, target) from error
-            undo.pop_all()
-        facts = os.stat(target)
+        try:
+            _bring(path, places.part)
+            if places.notes is not None:
+                says = {"digest": digest, "properties": dict(into.properties)}
+                _write(places.notes_part, json.dumps(says, indent=1, sort_keys=True))
+                _link(places.notes_part, places.notes)
+            # An image is there from the moment that its bytes are.
+            _link(places.part, places.target)
+            self._tidy(places)
+            fsync_path(os.path.dirname(places.target))
+        except OSError as error:
+            self.discard(into, token)
+            raise processes.space_error(error, places.target) from error
+        except BaseException:
+            self.discard(into, token)
+            raise
         return ImageInfo(
             id=into.image,
             disk_format=into.disk_format,
             version=digest,
-            size=facts.st_size,
+            size=size,
             digest=digest,
             properties=dict(into.properties),
         )
+
+    def discard(self, into: UploadTarget, token: str) -> None:
+        places = self._places(into, token)
+        try:
+            whole = _same(places.part, places.target)
+            notes = places.notes
+            if not whole and notes and _same(places.notes_part, notes):
+                _remove(notes)
+            self._tidy(places)
+        except OSError as error:
+            raise processes.space_error(error, places.part) from error
+
+    @staticmethod
+    def _tidy(places: _Places) -> None:
+        # The notes first: while the bytes are there, they tell what was published.
+        _remove(places.notes_part)
+        _remove(places.part)
 
     def list(self) -> Iterator[ImageInfo]:
         try:
@@ -169,6 +209,7 @@ class FileSource(ImageSource):
                 raise exc.InvalidValue(
                     "path of the image", into.image, "without control characters"
                 )
+            _check_path(into.image)
             return into.image
         _check_id(into.image)
         return os.path.join(self.folder, f"{into.image}.{into.disk_format}")
@@ -207,20 +248,13 @@ class FileSource(ImageSource):
             properties=says.get("properties", {}),
         )
 
-    def _sidecar(self, into: UploadTarget, digest: str) -> str | None:
-        """Written first: an image is there from the moment that its bytes are."""
-        if os.path.isabs(into.image):
-            return None
-        path = os.path.join(self.folder, f"{into.image}.json")
-        says = {"digest": digest, "properties": dict(into.properties)}
-        try:
-            with _exclusively(path), open(path, "x", encoding="utf-8") as file:
-                json.dump(says, file, indent=1, sort_keys=True)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise processes.space_error(error, path) from error
-        return path
+    def _places(self, into: UploadTarget, token: str) -> _Places:
+        target = self._target(into)
+        folder, name = os.path.split(target)
+        hidden = os.path.join(folder, f".{name}.{token}")
+        outside = os.path.isabs(into.image)
+        notes = None if outside else os.path.join(folder, f"{into.image}.json")
+        return _Places(target, f"{hidden}.part", notes, f"{hidden}.notes")
 
 
 class _Guarded:
@@ -248,6 +282,20 @@ def _check_id(image_id: object) -> None:
         )
 
 
+def _check_path(path: str) -> None:
+    """What no file system takes is found before the work, not after it."""
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        raise exc.InvalidValue("path of the image", path, "in Unicode") from None
+    if len(name) > _PATH_MAX or max(map(len, name.split(b"/"))) > _NAME_MAX:
+        raise exc.InvalidValue(
+            "path of the image",
+            path,
+            f"of at most {_PATH_MAX} bytes, each part of at most {_NAME_MAX}",
+        )
+
+
 def _metadata(path: str) -> JSON:
     try:
         with open(path, encoding="utf-8") as file:
@@ -256,7 +304,7 @@ def _metadata(path: str) -> JSON:
         return {}
     except OSError as error:
         raise _unreadable(path, error) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise exc.ImageRejected(f"{path} is not JSON: {error}", path=path) from None
     kinds: Mapping[str, type] = {
         "name": str,
@@ -277,6 +325,11 @@ def _metadata(path: str) -> JSON:
                 f"{path}: {key!r} with a value of type {type(value).__name__} is not "
                 f"understood; there may be {wanted}",
                 path=path,
+            )
+    for key in ("virtual_size", "min_disk_gb"):
+        if says.get(key, 0) < 0:
+            raise exc.ImageRejected(
+                f"{path}: {key} is {says[key]}: it must not be negative", path=path
             )
     if "properties" in says:
         says["properties"] = {str(k): str(v) for k, v in says["properties"].items()}
@@ -300,12 +353,26 @@ def _bring(path: str, part: str) -> None:
     fsync_path(part)
 
 
-@contextlib.contextmanager
-def _exclusively(path: str) -> Iterator[None]:
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _link(path: str, target: str) -> None:
+    """Give the file its name, unless something has it."""
     try:
-        yield
+        os.link(path, target)
     except FileExistsError:
-        raise exc.Conflict(f"{path} exists already", path=path) from None
+        raise exc.Conflict(f"{target} exists already", path=target) from None
+
+
+def _same(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except FileNotFoundError:
+        return False
 
 
 def _remove(path: str) -> None:

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The safety checks: nothing untrusted reaches qemu-img before it passed here.
 
-``oslo_utils``' format inspector looks at the bytes while they stream by: the format
+``oslo_utils``' format inspectors look at the bytes while they stream by: the format
 found must be the one declared, and the image may name no other file (backing file,
-data file, extents). Beside that, what QEMU would believe of a qcow2 header is
-checked against what an honest image can have, so that no header makes a child
-process reserve memory without end.
+data file, extents). What they leave out is checked here: a VMDK's parent, and what
+QEMU would believe of a header against what an honest image can have, so that no
+header makes a child process reserve memory without end, and no torn image reads as
+zeros.
 """
 
 from __future__ import annotations
 
+import array
+import re
 import struct
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from imagebackend import exceptions as exc
 from imagebackend.images.base import Readable
-from imagebackend.model import ImageInfo, MiB
+from imagebackend.model import ImageInfo, KiB, MiB
 
 #: Partition tables and file systems that are met in raw images. They are content,
 #: not a format that QEMU would follow.
@@ -24,12 +28,33 @@ _RAW = frozenset({"raw", "gpt", "iso", "luks"})
 _ACCEPTED = {"raw": _RAW, "iso": frozenset({"iso", "gpt"})}
 #: QEMU's driver for a declared format, where it has another name.
 DRIVERS = {"vhd": "vpc", "iso": "raw"}
+
+_SECTOR = 512
+_HEAD = 320 * KiB  # as far as VHDX's tables of regions
+_TAIL = 3 * _SECTOR  # the footer of a stream-optimized VMDK
+
 _QCOW2_HEAD = struct.Struct(">4sIQIIQIIQQIIQ")
 _QCOW2_MAX_L1 = 32 * MiB // 8  # as QEMU's QCOW_MAX_L1_SIZE
 _QCOW2_MAX_REFTABLE = 8 * MiB  # as QEMU's QCOW_MAX_REFTABLE_SIZE
 _QCOW2_MAX_SNAPSHOTS = 65536
-_VHD_DIFFERENCING = 4
-_HEAD = 512
+
+# Capacity, sectors a grain, descriptor's place and length, entries a grain table,
+# redundant and first grain directory; sectors all.
+_VMDK_HEAD = struct.Struct("<4s8xQQQQIQQ")
+_VMDK_AT_END = (1 << 64) - 1
+_VMDK_DESCRIPTOR = slice(_SECTOR, 21 * _SECTOR)  # what QEMU looks for a parent in
+_VMDK_EXTENT = re.compile(rb"^[ \t]*(?:rw|rdonly|noaccess)\s", re.MULTILINE)
+_VMDK_PARENT = re.compile(rb"parentcid\s*=\s*(?!ffffffff\b)")
+
+# Original and current size, cylinders, heads, sectors, type.
+_VHD_FOOT = struct.Struct(">40xQQHBBI")
+_VHD_DYNAMIC, _VHD_DIFFERENCING = 3, 4
+_VHD_TABLE = struct.Struct(">8s8xQ4xII")  # place, entries, bytes a block
+_VHD_NO_BLOCK = 0xFFFFFFFF
+
+_VDI_HEAD = struct.Struct("<340xII28xI4xII")  # map, data, block size, blocks, used
+_VHDX_REGIONS = (192 * KiB, 256 * KiB)
+_VHDX_REGION = struct.Struct("<16xQI4x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +73,42 @@ class Inspected:
         from oslo_utils.imageutils import format_inspector
 
         self._module = format_inspector
+        self._stream = stream
         self._info = info
-        self._wrapper = format_inspector.InspectWrapper(stream)  # type: ignore[arg-type]
+        self._inspectors = [
+            kind()
+            for name, kind in format_inspector.ALL_FORMATS.items()
+            if name != "raw"
+        ]
+        self._eating = list(self._inspectors)
         self._head = b""
+        self._tail = b""
         self._length = 0
 
     def read(self, size: int, /) -> bytes:
-        chunk = self._wrapper.read(size)
+        """``size`` bytes, fewer only at the end: the inspectors believe that what
+        they look for at a stream's beginning comes in one piece."""
+        chunk = self._stream.read(size)
+        while 0 < len(chunk) < size:
+            more = self._stream.read(size - len(chunk))
+            if not more:
+                break
+            chunk += more
+        if chunk:
+            self._look_at(chunk)
+        return chunk
+
+    def _look_at(self, chunk: bytes) -> None:
+        for each in list(self._eating):
+            try:
+                each.eat_chunk(chunk)
+            except Exception:
+                # It tells of its format by what it has seen so far.
+                self._eating.remove(each)
         if len(self._head) < _HEAD:
             self._head = (self._head + chunk[:_HEAD])[:_HEAD]
+        self._tail = (self._tail + chunk[-_TAIL:])[-_TAIL:]
         self._length += len(chunk)
-        return chunk
 
     def verdict(self) -> Verdict:
         """After the last byte.
@@ -66,33 +116,38 @@ class Inspected:
         :raises ImageRejected: another format than declared, names other files, or a
             header that cannot be.
         """
-        self._wrapper.close()
-        inspectors = self._wrapper.formats or []
-        found = {str(each) for each in inspectors}
+        if not self._length:
+            raise self._rejected("it is empty")
+        found = {str(each): each for each in self._inspectors if self._matches(each)}
+        names = set(found) or {"raw"}
         declared = self._info.disk_format
         accepted = _ACCEPTED.get(declared, frozenset({declared}))
-        if (
-            not found
-            or not found <= accepted
-            or (declared == "iso" and "iso" not in found)
-        ):
+        if not names <= accepted or (declared == "iso" and "iso" not in names):
             raise self._rejected(
                 f"it is declared as {declared}, its bytes say "
-                f"{' and '.join(sorted(found)) or 'nothing'}",
-                found=sorted(found),
+                f"{' and '.join(sorted(names))}",
+                found=sorted(names),
             )
         if declared in ("raw", "iso"):
             return Verdict("raw", self._length)
-        (inspector,) = inspectors
-        self._safe(inspector)
-        if declared == "qcow2":
-            self._check_qcow2()
-        elif declared == "vhd":
-            self._check_vhd()
-        size = int(inspector.virtual_size)
+        self._safe(found[declared])
+        try:
+            most = getattr(self, f"_check_{declared}")() or 0
+            size = max(int(found[declared].virtual_size), most)
+        except (struct.error, LookupError, ValueError):
+            raise self._rejected("its header cannot be understood") from None
         if size <= 0:
             raise self._rejected("its header says that it holds nothing")
         return Verdict(DRIVERS.get(declared, declared), size)
+
+    @staticmethod
+    def _matches(inspector: Any) -> bool:
+        try:
+            inspector.finish()
+            return bool(inspector.format_match)
+        except Exception:
+            # VMDK's, of a text that goes on with bytes that are none.
+            return False
 
     def _safe(self, inspector: Any) -> None:
         try:
@@ -104,8 +159,6 @@ class Inspected:
             raise self._rejected(str(error)) from None
 
     def _check_qcow2(self) -> None:
-        if len(self._head) < _QCOW2_HEAD.size:
-            raise self._rejected("it ends within its header")
         (
             _magic,
             _version,
@@ -119,7 +172,7 @@ class Inspected:
             reftable_offset,
             reftable_clusters,
             snapshots,
-            _snapshots_offset,
+            snapshots_offset,
         ) = _QCOW2_HEAD.unpack_from(self._head)
         if not 9 <= cluster_bits <= 21:
             raise self._rejected(f"its clusters would have 2^{cluster_bits} bytes")
@@ -133,27 +186,119 @@ class Inspected:
             raise self._rejected(
                 f"its virtual size of {size} bytes is beyond its L1 table"
             )
-        if reftable_clusters * cluster > _QCOW2_MAX_REFTABLE:
-            raise self._rejected(
-                f"its refcount table would have {reftable_clusters * cluster} bytes"
-            )
+        reftable = reftable_clusters * cluster
+        if reftable > _QCOW2_MAX_REFTABLE:
+            raise self._rejected(f"its refcount table would have {reftable} bytes")
         if snapshots > _QCOW2_MAX_SNAPSHOTS:
             raise self._rejected(f"it would have {snapshots} snapshots")
-        if max(l1_offset + 8 * l1_size, reftable_offset) > self._length:
-            raise self._rejected(
-                f"its tables lie behind its end at {self._length} bytes: it is "
-                f"truncated"
-            )
+        self._inside(
+            l1_offset + 8 * l1_size,
+            reftable_offset + reftable,
+            snapshots_offset if snapshots else 0,
+        )
 
-    def _check_vhd(self) -> None:
-        (kind,) = struct.unpack_from(">I", self._head, 60)
+    def _check_vmdk(self) -> None:
+        """QEMU opens the parent that a descriptor names, by whatever protocol; and a
+        footer counts for it, not the header."""
+        if not self._head.startswith(b"KDMV"):
+            raise self._rejected("it only describes data that is in other files")
+        descriptor = self._head[_VMDK_DESCRIPTOR].lower()
+        if b"parentfilenamehint" in descriptor or _VMDK_PARENT.search(descriptor):
+            raise self._rejected("it is a delta disk, which names its parent")
+        text, _, _ = descriptor.partition(b"\0")
+        if len(_VMDK_EXTENT.findall(text)) != 1 or text.count(b"createtype") != 1:
+            raise self._rejected("its data is not all in this one file")
+        head = _VMDK_HEAD.unpack_from(self._head)
+        _, capacity, grain, _, _, entries, _, directory = head
+        if directory == _VMDK_AT_END:
+            foot = _VMDK_HEAD.unpack_from(self._tail, _SECTOR)
+            *_, directory = foot
+            if foot[:-2] != head[:-2]:
+                raise self._rejected("its header and its footer differ")
+        if not capacity or not grain or not entries:
+            raise self._rejected("its header says that it holds nothing")
+        tables = -(-capacity // (grain * entries))
+        self._inside(directory * _SECTOR + 4 * tables)
+
+    def _check_vhd(self) -> int:
+        """QEMU has no check of its own for these, and believes other fields of the
+        size than the one that is usually looked at."""
+        foot: tuple[int, ...] = _VHD_FOOT.unpack_from(self._head)
+        original, current, cylinders, heads, sectors, kind = foot
         if kind == _VHD_DIFFERENCING:
             raise self._rejected("it is a differencing disk, which names its parent")
+        if kind != _VHD_DYNAMIC:
+            raise self._rejected(f"it is a VHD of type {kind}: it must be dynamic")
+        tail = self._tail[-_SECTOR:]
+        if not tail.startswith(b"conectix") or _VHD_FOOT.unpack_from(tail) != foot:
+            raise self._rejected("it lacks its footer: it is truncated")
+        place, entries, _ = _vhd_table(self._head)
+        self._inside(place + 4 * entries)
+        geometry = cylinders * heads * sectors * _SECTOR
+        return max(original, current, geometry)
+
+    def _check_vhdx(self) -> None:
+        for table in _VHDX_REGIONS:
+            signature, count = struct.unpack_from("<4s4xI", self._head, table)
+            if signature != b"regi" or count > 2047:
+                raise self._rejected("its table of regions is damaged")
+            for number in range(count):
+                place, length = _VHDX_REGION.unpack_from(
+                    self._head, table + 16 + 32 * number
+                )
+                self._inside(place + length)
+
+    def _check_vdi(self) -> None:
+        table, data, block, blocks, used = _VDI_HEAD.unpack_from(self._head)
+        self._inside(table + 4 * blocks, data + block * used)
+
+    def _inside(self, *ends: int) -> None:
+        if max(ends) > self._length:
+            raise self._rejected(
+                f"its tables or data lie behind its end at {self._length} bytes: it "
+                f"is truncated"
+            )
 
     def _rejected(self, reason: str, **values: object) -> exc.ImageRejected:
-        return exc.ImageRejected(
-            f"image {self._info.id} is refused: {reason}",
-            image=self._info.id,
-            reason=reason,
-            **values,
-        )
+        return rejected(self._info, reason, **values)
+
+
+def check_vhd_blocks(info: ImageInfo, path: str) -> None:
+    """Whether the blocks of a dynamic VHD are where its table says.
+
+    :raises ImageRejected: QEMU would read zeros instead.
+    """
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+        place, entries, block = _vhd_table(head)
+        file.seek(0, 2)
+        end = file.tell()
+        file.seek(place)
+        table = array.array("I", file.read(4 * entries))
+    if sys.byteorder == "little":
+        table.byteswap()
+    bitmap = -(-block // _SECTOR // 8 // _SECTOR) * _SECTOR
+    last = max((each for each in table if each != _VHD_NO_BLOCK), default=0)
+    if last and last * _SECTOR + bitmap + block > end:
+        raise rejected(info, f"its blocks lie behind its end at {end} bytes")
+
+
+def _vhd_table(head: bytes) -> tuple[int, int, int]:
+    """Place, entries and bytes a block of a dynamic VHD's table."""
+    (header,) = struct.unpack_from(">Q", head, 16)
+    table: tuple[bytes, int, int, int]
+    table = _VHD_TABLE.unpack_from(head, min(header, len(head)))
+    cookie, place, entries, block = table
+    if cookie != b"cxsparse":
+        raise ValueError(cookie)
+    return place, entries, block
+
+
+def rejected(info: ImageInfo, reason: str, **values: object) -> exc.ImageRejected:
+    """The exception for an image that is not taken."""
+    return exc.ImageRejected(
+        f"image {info.id} is refused: {reason}",
+        image=info.id,
+        reason=reason,
+        **values,
+    )

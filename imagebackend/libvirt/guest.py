@@ -122,7 +122,7 @@ class Guest:
         except exc.HypervisorError as error:
             if quiesce:
                 raise
-            LOG.warning("guest %s is not quiesced: %s", self.uuid, error)
+            LOG.warning("taken without quiescing: %s", error.message)
         try:
             yield
         finally:
@@ -212,7 +212,7 @@ class Guest:
 
     def _xml(self) -> ET.Element:
         with self._errors("read the domain's XML"):
-            return ET.fromstring(self._domain.XMLDesc(0))
+            return ET.fromstring(self._domain.XMLDesc(0))  # noqa: S314 - libvirt's own
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from sqlalchemy import event
 from sqlalchemy import exc as sa_exc
 
 from imagebackend import exceptions as exc
+from imagebackend import processes
 from imagebackend.store import schema
 
 _SQLITE_FILE = "imagebackend.sqlite"
@@ -90,6 +91,8 @@ class Database:
 
     def upgrade(self) -> str | None:
         """Bring the schema up to date; returns the revision before, None if new."""
+        if not self.shared:
+            self._make_file()
         engine = self._connect()
         try:
             with self._errors():
@@ -156,9 +159,13 @@ class Database:
         path = str(self.url.database)
         if os.path.exists(path):
             return False
-        if not self._conf.imagebackend_store.connection:
-            os.makedirs(self._conf.imagebackend.state_path, mode=0o711, exist_ok=True)
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        try:
+            if not self._conf.imagebackend_store.connection:
+                state = self._conf.imagebackend.state_path
+                os.makedirs(state, mode=0o711, exist_ok=True)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise processes.space_error(error, path) from error
         return True
 
     def _connect(self) -> sa.Engine:

@@ -45,9 +45,13 @@ class Operation:
         return self._fd
 
     def workdir(self) -> str:
-        """A private folder that goes with the operation."""
+        """A folder that goes with the operation.
+
+        QEMU, as another user, may be told to write into a file of it: so it can be
+        entered, though not listed.
+        """
         if self._workdir is None:
-            self._workdir = self._host.folder("tmp", self.id)
+            self._workdir = self._host.folder("tmp", self.id, mode=0o711)
         return self._workdir
 
     def finish(self, tx: Transaction) -> None:
