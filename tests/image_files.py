@@ -27,8 +27,8 @@ RECIPES = {
     "vmdk": ("vmdk", "subformat=monolithicSparse"),
     "vmdk-stream": ("vmdk", "subformat=streamOptimized"),
     "vhd": ("vpc", "subformat=dynamic"),
-    "vhdx": ("vhdx", "subformat=dynamic"),
-    "vhdx-fixed": ("vhdx", "subformat=fixed"),
+    "vhdx": ("vhdx", "subformat=dynamic,block_size=1M"),
+    "vhdx-fixed": ("vhdx", "subformat=fixed,block_size=1M"),
     "vdi": ("vdi", ""),
     "vdi-static": ("vdi", "static=on"),
 }
@@ -76,6 +76,13 @@ def make_iso(folder: Path, *, hybrid: bool = False) -> Path:
         data[:512] = partition_table(0x17, 1, len(data) // 512 - 1)
         path.write_bytes(data)
     return path
+
+
+def with_footer(data: bytes) -> bytes:
+    """A stream-optimized VMDK as VMware writes it: its directory is told at the end."""
+    marker = (1).to_bytes(8, "little") + bytes(4) + (3).to_bytes(4, "little")
+    footer = marker.ljust(512, b"\0") + data[:512] + bytes(512)
+    return patched(data, 56, b"\xff" * 8) + footer
 
 
 def partition_table(kind: int, start: int, sectors: int) -> bytes:

@@ -16,7 +16,7 @@ from imagebackend.images.base import ImageSource, Readable
 from imagebackend.images.inspect import (
     Inspected,
     Verdict,
-    check_vhd_blocks,
+    check_blocks,
     rejected,
 )
 from imagebackend.local_files import ContentDigest, digest_of
@@ -184,10 +184,9 @@ def _hasher(info: ImageInfo, algorithm: str, wanted: str) -> hashlib._Hash:
 
 
 def _check(qemu_img: QemuImg, info: ImageInfo, source: FileSource) -> None:
-    """What a torn file would have as zeros is found: by QEMU's own check of the
-    image's tables, which a VHD has none of."""
-    if source.format == "vpc":
-        check_vhd_blocks(info, source.path)
+    """What a torn file would have as zeros is found: by us, and by QEMU's own check
+    of the image's tables."""
+    check_blocks(info, source.path, source.format)
     try:
         fault = qemu_img.check(source)
     except exc.StorageError as error:

@@ -195,11 +195,17 @@ class FileSource(ImageSource):
             names = sorted(os.listdir(self.folder))
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise _unreadable(self.folder, error) from error
         for name in names:
             image_id, _, format_ = name.rpartition(".")
             if format_ in FORMATS and _ID.fullmatch(image_id):
-                with contextlib.suppress(exc.RequestError):
-                    yield self.get(image_id)
+                # One that is odd does not hide the others.
+                try:
+                    info = self.get(image_id)
+                except (exc.RequestError, exc.StorageUnavailable):
+                    continue
+                yield info
 
     # --- parts ---------------------------------------------------------------
 

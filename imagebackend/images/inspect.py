@@ -12,11 +12,12 @@ zeros.
 from __future__ import annotations
 
 import array
+import os
 import re
 import struct
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from imagebackend import exceptions as exc
 from imagebackend.images.base import Readable
@@ -42,6 +43,9 @@ _QCOW2_MAX_SNAPSHOTS = 65536
 # redundant and first grain directory; sectors all.
 _VMDK_HEAD = struct.Struct("<4s8xQQQQIQQ")
 _VMDK_AT_END = (1 << 64) - 1
+_VMDK_MAX_ENTRIES = 512
+_VMDK_COMPRESSED = 1 << 16
+_VMDK_GRAIN = struct.Struct("<8xI")
 _VMDK_DESCRIPTOR = slice(_SECTOR, 21 * _SECTOR)  # what QEMU looks for a parent in
 _VMDK_EXTENT = re.compile(rb"^[ \t]*(?:rw|rdonly|noaccess)\s", re.MULTILINE)
 _VMDK_PARENT = re.compile(rb"parentcid\s*=\s*(?!ffffffff\b)")
@@ -217,6 +221,8 @@ class Inspected:
                 raise self._rejected("its header and its footer differ")
         if not capacity or not grain or not entries:
             raise self._rejected("its header says that it holds nothing")
+        if entries > _VMDK_MAX_ENTRIES or grain > 2 * MiB // _SECTOR:
+            raise self._rejected("its grains or their tables are too large")
         tables = -(-capacity // (grain * entries))
         self._inside(directory * _SECTOR + 4 * tables)
 
@@ -263,24 +269,66 @@ class Inspected:
         return rejected(self._info, reason, **values)
 
 
-def check_vhd_blocks(info: ImageInfo, path: str) -> None:
-    """Whether the blocks of a dynamic VHD are where its table says.
+def check_blocks(info: ImageInfo, path: str, driver: str) -> None:
+    """Whether the file has all of the data that the tables of a VHD or VMDK lead to;
+    of the other formats QEMU's own check tells.
 
     :raises ImageRejected: QEMU would read zeros instead.
     """
+    ends = {"vpc": _vhd_end, "vmdk": _vmdk_end}
+    if driver not in ends:
+        return
     with open(path, "rb") as file:
-        head = file.read(_HEAD)
-        place, entries, block = _vhd_table(head)
-        file.seek(0, 2)
-        end = file.tell()
-        file.seek(place)
-        table = array.array("I", file.read(4 * entries))
-    if sys.byteorder == "little":
-        table.byteswap()
+        length = os.fstat(file.fileno()).st_size
+        end = ends[driver](file, length)
+    if end > length:
+        raise rejected(
+            info, f"its blocks lie behind its end at {length} bytes: it is truncated"
+        )
+
+
+def _vhd_end(file: BinaryIO, _length: int) -> int:
+    place, entries, block = _vhd_table(file.read(_HEAD))
+    table = _numbers(file, place, entries)
+    table.byteswap()
     bitmap = -(-block // _SECTOR // 8 // _SECTOR) * _SECTOR
     last = max((each for each in table if each != _VHD_NO_BLOCK), default=0)
-    if last and last * _SECTOR + bitmap + block > end:
-        raise rejected(info, f"its blocks lie behind its end at {end} bytes")
+    return last * _SECTOR + bitmap + block if last else 0
+
+
+def _vmdk_end(file: BinaryIO, length: int) -> int:
+    head = file.read(_SECTOR)
+    (flags,) = struct.unpack_from("<I", head, 8)
+    _, capacity, grain, _, _, entries, _, directory = _VMDK_HEAD.unpack_from(head)
+    if directory == _VMDK_AT_END:
+        file.seek(-2 * _SECTOR, os.SEEK_END)
+        *_, directory = _VMDK_HEAD.unpack_from(file.read(_SECTOR))
+    last = 0
+    for place in _numbers(file, directory * _SECTOR, -(-capacity // (grain * entries))):
+        if place:
+            # 1 is a grain of zeros.
+            last = max(last, *_numbers(file, place * _SECTOR, entries), 1)
+    if last <= 1:
+        return 0
+    start = last * _SECTOR
+    if not flags & _VMDK_COMPRESSED:
+        return start + grain * _SECTOR
+    file.seek(start)
+    marker = file.read(_VMDK_GRAIN.size)
+    if len(marker) < _VMDK_GRAIN.size:
+        return length + 1
+    size: int = _VMDK_GRAIN.unpack(marker)[0]
+    return start + len(marker) + size
+
+
+def _numbers(file: BinaryIO, place: int, count: int) -> array.array[int]:
+    """A table of 32-bit numbers; only as much of it as there is."""
+    file.seek(place)
+    data = file.read(4 * count)
+    table = array.array("I", data[: len(data) // 4 * 4])
+    if sys.byteorder == "big":
+        table.byteswap()
+    return table
 
 
 def _vhd_table(head: bytes) -> tuple[int, int, int]:

@@ -212,7 +212,7 @@ class Guest:
 
     def _xml(self) -> ET.Element:
         with self._errors("read the domain's XML"):
-            return ET.fromstring(self._domain.XMLDesc(0))  # noqa: S314 - libvirt's own
+            return ET.fromstring(self._domain.XMLDesc(0))
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:

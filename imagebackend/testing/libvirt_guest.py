@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guests for the demo and the tests, through libvirt, without hardware acceleration.
+
+The library itself never starts a guest; a compute service has its own way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+import tty
+import uuid as uuid_module
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from imagebackend import exceptions as exc
+from imagebackend.testing.guest_image import Report, parse_console
+
+_DOMAIN = """\
+<domain type="qemu">
+  <memory unit="MiB">128</memory>
+  <vcpu>1</vcpu>
+  <os><type arch="x86_64" machine="pc">hvm</type></os>
+  <features><acpi/></features>
+  <on_reboot>destroy</on_reboot>
+  <devices>
+    <controller type="usb" model="none"/>
+    <serial type="pty"/>
+    <memballoon model="none"/>
+  </devices>
+</domain>
+"""
+
+
+class TestGuest:
+    """A transient domain with the guest of :mod:`imagebackend.testing.guest_image`.
+
+    A context manager: in the end the guest is off.
+
+    :param disks_xml: ``<disk>`` elements, as ``DiskManager.libvirt_xml`` gives them.
+    :param uuid: of the domain; an instance's own, so that it is found by it.
+    """
+
+    __test__ = False  # pytest would take the name for a test
+
+    def __init__(
+        self,
+        name: str,
+        disks_xml: Sequence[str],
+        *,
+        uri: str = "qemu:///system",
+        uuid: str | None = None,
+    ) -> None:
+        self.uuid = uuid or str(uuid_module.uuid4())
+        self._name = name
+        self._disks = disks_xml
+        self._uri = uri
+        self._connection: Any = None
+        self._domain: Any = None
+        self._console = -1
+        self._text = ""
+        self._heard = threading.Condition()
+
+    def __enter__(self) -> TestGuest:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    @property
+    def console(self) -> str:
+        """All that the guest has said."""
+        with self._heard:
+            return self._text
+
+    def report(self) -> Report:
+        """What the guest has said of itself."""
+        return parse_console(self.console)
+
+    def xml(self) -> str:
+        """The domain as libvirt has it now."""
+        return str(self._domain.XMLDesc(0))
+
+    def start(self) -> None:
+        """:raises HypervisorError: libvirt refuses, or does not answer."""
+        import libvirt
+
+        libvirt.registerErrorHandler(lambda _context, _error: None, None)
+        try:
+            self._connection = libvirt.open(self._uri)
+            # Paused: what it says before the console is open would be lost.
+            self._domain = self._connection.createXML(
+                self._domain_xml(), libvirt.VIR_DOMAIN_START_PAUSED
+            )
+            self._open_console()
+            self._domain.resume()
+        except libvirt.libvirtError as error:
+            raise exc.HypervisorError(
+                f"guest {self._name} does not start: {error}", uri=self._uri
+            ) from error
+
+    def wait_ready(self, timeout: float = 90) -> Report:
+        """:raises TimeoutError: it has not booted by then."""
+        self._wait_for("IMAGEBACKEND-READY", 0, timeout)
+        return self.report()
+
+    def command(self, text: str, timeout: float = 60) -> str:
+        """The guest's answer. :raises HypervisorError: it says that it failed."""
+        with self._heard:
+            start = len(self._text)
+        os.write(self._console, f"{text}\n".encode())
+        answer = self._wait_for(
+            ("IMAGEBACKEND-OK", "IMAGEBACKEND-FAILED"), start, timeout
+        )
+        if answer.startswith("IMAGEBACKEND-FAILED"):
+            raise exc.HypervisorError(f"guest {self._name}: {text}: {answer}")
+        return answer.removeprefix("IMAGEBACKEND-OK ")
+
+    def poweroff(self, timeout: float = 60) -> None:
+        """Shut down from within; returns when the domain is gone."""
+        os.write(self._console, b"poweroff\n")
+        self._wait_gone(timeout)
+
+    def kill(self) -> None:
+        """As if the power failed. A guest that is off: nothing."""
+        import libvirt
+
+        if self._domain is not None:
+            with contextlib.suppress(libvirt.libvirtError):
+                self._domain.destroy()
+            self._domain = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # --- parts -----------------------------------------------------------------
+
+    def _domain_xml(self) -> str:
+        domain = ET.fromstring(_DOMAIN)
+        ET.SubElement(domain, "name").text = self._name
+        ET.SubElement(domain, "uuid").text = self.uuid
+        devices = domain.find("devices")
+        assert devices is not None
+        for number, disk in enumerate(self._disks):
+            devices.insert(number, ET.fromstring(disk))
+        return ET.tostring(domain, encoding="unicode")
+
+    def _open_console(self) -> None:
+        source = ET.fromstring(self.xml()).find("./devices/serial/source")
+        path = source.get("path") if source is not None else None
+        if path is None:
+            raise exc.HypervisorError(f"guest {self._name} has no serial console")
+        self._console = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+        tty.setraw(self._console)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        console = self._console
+        while True:
+            try:
+                select.select([console], [], [])
+                data = os.read(console, 65536)
+            except OSError:  # QEMU has gone
+                data = b""
+            with self._heard:
+                self._text += data.decode(errors="replace").replace("\r", "")
+                self._heard.notify_all()
+            if not data:
+                os.close(console)
+                return
+
+    def _wait_for(self, what: str | tuple[str, ...], start: int, timeout: float) -> str:
+        """The first whole line from ``start`` on that begins so."""
+        deadline = time.monotonic() + timeout
+        with self._heard:
+            while True:
+                *lines, _ = self._text[start:].split("\n")
+                for line in lines:
+                    if line.startswith(what):
+                        return line
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"guest {self._name} has not said {what} within {timeout:g} s, "
+                        f"but: {self._text[-500:]!r}"
+                    )
+                self._heard.wait(left)
+
+    def _wait_gone(self, timeout: float) -> None:
+        import libvirt
+
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            try:
+                if not self._domain.isActive():
+                    return
+            except libvirt.libvirtError:
+                return
+            time.sleep(0.02)
+        raise TimeoutError(f"guest {self._name} is still on after {timeout:g} s")
