@@ -60,6 +60,8 @@ class Recipe:
 
     :ivar size: bytes as asked for, before any rounding.
     :ivar digest: sha256 of the file at ``path``.
+    :ivar quiesce: whether a running guest must flush its file systems before a
+        snapshot, or there is none (image property ``os_require_quiesce``).
     """
 
     role: Role
@@ -76,6 +78,7 @@ class Recipe:
     label: str | None = None
     shareable: bool = False
     cdrom: bool = False
+    quiesce: bool = False
 
     @property
     def fill(self) -> str:
@@ -85,8 +88,11 @@ class Recipe:
         return "FromGeneration" if self.base or self.path else "Blank"
 
     def same_content(self, other: Recipe) -> bool:
-        """Whether only the size differs."""
-        return dataclasses.replace(self, size=0) == dataclasses.replace(other, size=0)
+        """Whether the disk would hold the same, whatever its size."""
+        mine, theirs = (
+            dataclasses.replace(each, size=0, quiesce=False) for each in (self, other)
+        )
+        return mine == theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +243,7 @@ class Selection:
             label=spec.label,
             shareable=spec.shareable,
             cdrom=cdrom,
+            quiesce=properties.get("os_require_quiesce", "").lower() in _TRUE,
         )
         return Wanted(spec.name, bus, recipe, image=image, why=why)
 

@@ -16,7 +16,7 @@ from oslo_log import log
 
 from imagebackend import exceptions as exc
 from imagebackend import model
-from imagebackend.actions.context import Context, free, hold, settle_disk
+from imagebackend.actions.context import Context, free, hold, recipe_of, settle_disk
 from imagebackend.actions.replace import known_instance, must_be_idle
 from imagebackend.actions.settle import begin, drop_generation, drop_snapshot
 from imagebackend.backends.base import FromSnapshot
@@ -124,10 +124,13 @@ def _running(
     progress: ProgressCallback | None,
 ) -> None:
     way = ctx.backend(row).capabilities(ctx.generation(row)).live_snapshot
+    quiesce = recipe_of(disk).quiesce
     if way is Way.HYPERVISOR:
-        guest.backup({disk.id: path}, into.disk_format, progress=progress)
+        guest.backup(
+            {disk.id: path}, into.disk_format, quiesce=quiesce, progress=progress
+        )
     elif way is Way.STORAGE:
-        with guest.frozen():
+        with guest.frozen(quiesce=quiesce):
             taken = _storage_snapshot(ctx, operation, row)
         with _snapshot_source(ctx, operation, row, owner, taken) as source:
             _export(ctx, source, path, into, progress)

@@ -461,11 +461,11 @@ class ImageCache:
             meta = self._meta(name)
             if meta is None:
                 broken = f"it has no {_META}"
-            elif not os.path.isfile(self._path(name, meta.file)):
-                broken = f"it has lost its {meta.file}"
             elif verify:
                 with self._locked(name, shared=True):
                     self._verify_changed(name, meta)
+            else:
+                self._looked_at(name, meta)
         except exc.IntegrityError as error:
             # One that went meanwhile is not a damaged one.
             if os.path.isdir(self._path(name)):

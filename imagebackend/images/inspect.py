@@ -299,7 +299,8 @@ def _vhd_end(file: BinaryIO, _length: int) -> int:
 def _vmdk_end(file: BinaryIO, length: int) -> int:
     head = file.read(_SECTOR)
     (flags,) = struct.unpack_from("<I", head, 8)
-    _, capacity, grain, _, _, entries, _, directory = _VMDK_HEAD.unpack_from(head)
+    numbers: tuple[int, ...] = _VMDK_HEAD.unpack_from(head)[1:]
+    capacity, grain, _, _, entries, _, directory = numbers
     if directory == _VMDK_AT_END:
         file.seek(-2 * _SECTOR, os.SEEK_END)
         *_, directory = _VMDK_HEAD.unpack_from(file.read(_SECTOR))

@@ -83,12 +83,24 @@ serial() {{
     else dd if=/sys/block/$1/device/vpd_pg80 bs=1 skip=4; fi | tr -cd 'A-Za-z0-9._-'
 }}
 
+peek() {{ dd if=/dev/$1 bs=1 skip=$2 count=$3 | tr -d '\0'; }}
+
+filesystem() {{
+    magic=$(peek $1 1080 2 | hexdump -ve '1/1 "%02x"')
+    if [ "$magic" = 53ef ]; then echo ext4
+    elif [ "$(peek $1 4086 10)" = SWAPSPACE2 ]; then echo swap
+    elif [ "$(peek $1 32769 5)" = CD001 ]; then echo iso9660
+    elif [ "$(peek $1 0 4)" = XFSB ]; then echo xfs
+    elif [ "$(peek $1 54 3)" = FAT ] || [ "$(peek $1 82 3)" = FAT ]; then echo vfat
+    fi
+}}
+
 disks() {{
     echo "IMAGEBACKEND-GUEST boot=$boot uptime=$(cut -d' ' -f1 /proc/uptime)"
     for name in $(names); do
         bytes=$(($(cat /sys/block/$name/size) * {_SECTOR}))
         serial=$(serial $name)
-        fs=$(blkid /dev/$name | sed -n 's/.*TYPE="\\([^"]*\\)".*/\\1/p')
+        fs=$(filesystem $name)
         ro=$(cat /sys/block/$name/ro)
         echo "IMAGEBACKEND-DISK name=$name bytes=$bytes serial=${{serial:--}}" \\
             "ro=$ro fs=${{fs:--}}"

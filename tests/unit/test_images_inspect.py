@@ -241,16 +241,16 @@ def _feature(data: bytes, bits: int) -> bytes:
     return patched(data, 72, bits.to_bytes(8, "big"))
 
 
-@pytest.mark.parametrize("format_", ["aes", "luks"])
-def test_encrypted_qcow2_is_refused(tmp_path: Path, format_: str) -> None:
+def test_encrypted_qcow2_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "image"
-    more = ",encrypt.iter-time=10" if format_ == "luks" else ""
     files.run(
         *("qemu-img", "create", "-q", "-f", "qcow2", "--object"),
         *("secret,id=s,data=password", "-o"),
-        *(f"encrypt.format={format_},encrypt.key-secret=s" + more, path, "1M"),
+        *("encrypt.format=aes,encrypt.key-secret=s", path, "1M"),
     )
     assert "encrypted" in refused("qcow2", path.read_bytes())
+    luks = patched(path.read_bytes(), 32, (2).to_bytes(4, "big"))
+    assert "encrypted" in refused("qcow2", luks)
 
 
 def _descriptor(
