@@ -35,9 +35,7 @@ def cache(host: HostUnderTest) -> ImageCache:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two tries."""
-    import tenacity.nap
-
-    monkeypatch.setattr(tenacity.nap.time, "sleep", lambda _seconds: None)
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda _seconds: None)
 
 
 def nothing_left(cache: ImageCache) -> bool:

@@ -147,7 +147,7 @@ def test_metadata_beside_the_image_is_told(
     assert source.locations(info) == ()
 
 
-_WRONG = {
+_WRONG: dict[str, list[object]] = {
     "name": [1, None, [], {}, True],
     "digest": [1, None, [], False],
     "virtual_size": ["1", 1.5, None, True, [], -1],
