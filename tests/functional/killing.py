@@ -215,11 +215,8 @@ def every_kill(
         points[call.partition(",")[0]] = number - 1
     total = sum(points.values())
     line = ", ".join(f"{call} {count}" for call, count in points.items() if count)
-    print(
-        f"\n{verb} ({scene.host.conf.imagebackend.default_backend or 'qcow2'}): {total} kill "
-        f"points: {line}",
-        file=sys.stderr,
-    )
+    backend = scene.host.conf.imagebackend.default_backend or "qcow2"
+    print(f"\n{verb} ({backend}): {total} kill points: {line}", file=sys.stderr)
     assert total > 10
 
 
