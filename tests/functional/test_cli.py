@@ -218,7 +218,6 @@ def test_running_guest_grows_and_holds_its_disks(guest: str, argv: list[str]) ->
     assert (grown["Change"], grown["Size"]) == ("grown", 2 * GiB)
 
 
-@pytest.mark.xfail(strict=False, reason="QEMU's user cannot enter Operation.workdir")
 def test_running_guest_is_kept_as_an_image(
     guest: str, host: HostUnderTest, argv: list[str]
 ) -> None:

@@ -609,7 +609,6 @@ def test_db_upgrade_says_before_and_after(ok: Callable[..., Any], run: Run) -> N
     assert "already" in run("db", "upgrade").err
 
 
-@pytest.mark.xfail(strict=False, reason="Database.upgrade does not make the folder")
 def test_db_upgrade_makes_the_store_of_a_new_host(ok: Callable[..., Any]) -> None:
     revisions = ok("db", "upgrade")
     assert revisions["Before"] is None and revisions["After"]

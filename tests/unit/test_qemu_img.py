@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -350,11 +350,12 @@ def test_disk_that_a_guest_has_open_is_busy(
     path = tmp_path / "disk"
     qemu_img.create(str(path), MiB, format_)
     source = FileSource(str(path), format_)
+    calls: list[Callable[[], None]] = [
+        lambda: qemu_img.resize(source, 2 * MiB),
+        lambda: qemu_img.convert_to_file(source, str(tmp_path / "out"), "raw"),
+    ]
     with held_open(path, format_):
-        for call in (
-            lambda: qemu_img.resize(source, 2 * MiB),
-            lambda: qemu_img.convert_to_file(source, str(tmp_path / "out"), "raw"),
-        ):
+        for call in calls:
             with pytest.raises(exc.Busy, match="running guest") as caught:
                 call()
             assert caught.value.code == "busy"
