@@ -322,7 +322,8 @@ class FileBackend(Backend):
         if found is None or found.size != gen.size:
             raise self._foreign(path)
         self._tidy(path)
-        return Creation(gen.size, gen.format, Path.CLONE, dict(gen.handle), scope)
+        handle = {**gen.handle, "path": self._relative(gen)}
+        return Creation(gen.size, gen.format, Path.CLONE, handle, scope)
 
     def _foreign(self, path: str) -> exc.ObjectExists:
         return exc.ObjectExists(
