@@ -88,7 +88,7 @@ def create(
     if same is not None:
         return same
     with begin(ctx, "create", instance.id) as operation:
-        same = _already(ctx, instance, request)
+        same = _already(ctx, instance, request, operation.id)
         if same is not None:
             with ctx.store.writing() as tx:
                 operation.finish(tx)
@@ -112,8 +112,13 @@ def request_text(instance: Instance, disks: Sequence[DiskSpec]) -> str:
     return model.dumps({"instance": instance, "disks": list(disks)})
 
 
-def _already(ctx: Context, instance: Instance, request: str) -> Change | None:
-    """The disks that a former, equal request made."""
+def _already(
+    ctx: Context, instance: Instance, request: str, mine: str = ""
+) -> Change | None:
+    """The disks that a former, equal request made.
+
+    :param mine: the operation that asks.
+    """
     with ctx.store.reading() as rows:
         row = rows.instance(instance.id)
         if row is None:
@@ -126,7 +131,7 @@ def _already(ctx: Context, instance: Instance, request: str) -> Change | None:
             if disk.generation_id
             and (current := rows.generation(disk.generation_id)) is not None
         }
-    if running is not None and running.verb == "create":
+    if running is not None and running.id != mine and running.verb == "create":
         return None  # begin() tells whether its owner lives
     if row.request != request:
         raise exc.Conflict(

@@ -9,10 +9,10 @@ may itself be killed at any point and run again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from oslo_log import log
 
@@ -58,35 +58,82 @@ def begin(ctx: Context, verb: str, target: str, **detail: str) -> Iterator[Opera
 def settle(ctx: Context, operation: Operation) -> list[Finding]:
     """Settle every row that the operation holds, then end it.
 
-    A storage that does not let its part be settled leaves the disk ``failed``, with
-    the reason, or the object as a debt: both are listed and can be dealt with.
+    What a storage or host that is out of order does not let be settled stays with the
+    operation, which is dead from now on: recovery, or the next verb on the same
+    target, tries again. What no time will heal leaves the disk ``failed``, with the
+    reason.
     """
-    findings: list[Finding] = []
+    steps = _Steps()
     with ctx.store.reading() as rows:
         disks = rows.disks_of(operation.id)
         snapshots = rows.snapshots_of(operation.id)
-    findings += _abort_guest_job(ctx, operation)
-    findings += _discard_upload(ctx, operation)
+    domain = operation.row.detail.get("domain")
+    if domain is not None:
+        # It writes into a file that goes with the operation: no harm but the work.
+        steps.run(
+            f"backup job of guest {domain}",
+            lambda: _abort_guest_job(ctx, str(domain)),
+            once=True,
+        )
+    steps.run("half of an image", lambda: _discard_upload(ctx, operation))
     # A temporary volume hangs on the snapshot that it was made from.
-    findings += pay_debts(ctx, operation.id)
+    steps.findings += pay_debts(ctx, operation.id)
     for snapshot in snapshots:
-        try:
-            drop_snapshot(ctx, snapshot.id)
-        except exc.ImageBackendError as error:
-            findings.append(_finding(f"snapshot {snapshot.id}", error))
+        steps.run(
+            f"snapshot {snapshot.id}",
+            functools.partial(drop_snapshot, ctx, snapshot.id),
+        )
     for disk in disks:
-        try:
-            what = _SETTLERS[disk.state](ctx, operation, disk)
-            findings.append(Finding(Severity.OK, f"disk {disk.id}", what))
-        except exc.ImageBackendError as error:
-            findings.append(_finding(f"disk {disk.id}", error))
+        step = functools.partial(_SETTLERS[disk.state], ctx, operation, disk)
+        error = steps.run(f"disk {disk.id}", step)
+        if error is not None and not isinstance(error, _LATER):
             _fail(ctx, disk.id, error)
-    _drop_attachments(ctx, operation, findings)
-    findings += pay_debts(ctx, operation.id)
-    with ctx.store.writing() as tx:
-        _drop_empty_instance(operation, tx)
-        operation.finish(tx)
-    return findings
+    with ctx.store.reading() as rows:
+        attachments = rows.attachments_of(operation.id)
+    for attachment in attachments:
+        steps.run(
+            f"attachment of {attachment.generation_id}",
+            functools.partial(ctx.disconnect, attachment),
+        )
+    steps.findings += pay_debts(ctx, operation.id)
+    if not steps.again:
+        with ctx.store.writing() as tx:
+            _drop_empty_instance(operation, tx)
+            operation.finish(tx)
+    return steps.findings
+
+
+#: What may go better the next time, with nobody changing the rows.
+_LATER = (exc.StorageUnavailable, exc.Busy, exc.HostError)
+
+
+class _Steps:
+    """Steps of which one that fails does not keep the others from being tried."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.again = False
+
+    def run(
+        self, subject: str, step: Callable[[], str | None], *, once: bool = False
+    ) -> exc.ImageBackendError | None:
+        """The step's error, None if it went well.
+
+        :param once: do not try it again for ever.
+        """
+        try:
+            what = step()
+        except exc.ImageBackendError as error:
+            later = isinstance(error, _LATER) and not once
+            self.again = self.again or later
+            action = "will be tried again" if later else "left as it is"
+            self.findings.append(
+                Finding(Severity.ERROR, subject, error.message, action=action)
+            )
+            return error
+        if what:
+            self.findings.append(Finding(Severity.OK, subject, what))
+        return None
 
 
 def pay_debts(ctx: Context, operation_id: str) -> list[Finding]:
@@ -234,44 +281,17 @@ def drop_snapshot(ctx: Context, snapshot_id: str) -> None:
             tx.delete(row)
 
 
-def _abort_guest_job(ctx: Context, operation: Operation) -> list[Finding]:
+def _abort_guest_job(ctx: Context, domain: str) -> str | None:
     """A backup job goes on in libvirt when the process that began it has died."""
-    domain = operation.row.detail.get("domain")
-    if domain is None:
-        return []
-    try:
-        guest.abort_leftover_job(ctx.conf, str(domain))
-    except exc.ImageBackendError as error:
-        # It writes into a file that goes with the operation: no harm but the work.
-        return [_finding(f"backup job of guest {domain}", error)]
-    return []
+    return "ended" if guest.abort_leftover_job(ctx.conf, domain) else None
 
 
-def _discard_upload(ctx: Context, operation: Operation) -> list[Finding]:
+def _discard_upload(ctx: Context, operation: Operation) -> None:
     """An image that a dead snapshot had begun to hand over."""
     into = operation.row.detail.get("into")
-    if into is None:
-        return []
-    target = model.from_json(model.UploadTarget, json.loads(into))
-    try:
+    if into is not None:
+        target = model.from_json(model.UploadTarget, json.loads(into))
         ctx.source.discard(target, operation.id)
-    except exc.ImageBackendError as error:
-        return [_finding(f"image {target.image}", error)]
-    return []
-
-
-def _drop_attachments(
-    ctx: Context, operation: Operation, findings: list[Finding]
-) -> None:
-    with ctx.store.reading() as rows:
-        attachments = rows.attachments_of(operation.id)
-    for attachment in attachments:
-        try:
-            ctx.disconnect(attachment)
-        except exc.ImageBackendError as error:
-            findings.append(
-                _finding(f"attachment of {attachment.generation_id}", error)
-            )
 
 
 def _drop_empty_instance(operation: Operation, tx: Transaction) -> None:
@@ -289,6 +309,4 @@ def _fail(ctx: Context, disk_id: str, error: exc.ImageBackendError) -> None:
 
 
 def _finding(subject: str, error: exc.ImageBackendError) -> Finding:
-    return dataclasses.replace(
-        Finding(Severity.ERROR, subject, error.message), action="left as it is"
-    )
+    return Finding(Severity.ERROR, subject, error.message, action="left as it is")

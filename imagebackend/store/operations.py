@@ -195,6 +195,14 @@ class Operations:
             if last:
                 raise _busy(verb, target, None)
             return  # ended meanwhile: try once more
+        if last and self.alive(holder) is False:
+            raise exc.Busy(
+                f"cannot {verb} {target}: operation {holder.verb} has died, and what "
+                f"it left cannot be settled yet: `imagebackend recover` says why",
+                target=target,
+                operation=holder.id,
+                verb=holder.verb,
+            )
         dead = None if last else self.take_over(holder)
         if dead is None:
             raise _busy(verb, target, holder)

@@ -236,6 +236,25 @@ def virtual_size(source: Source) -> int:
     return int(last["start"]) + int(last["length"])
 
 
+@contextlib.contextmanager
+def in_use(source: Source) -> Iterator[None]:
+    """Something has the disk open as a guest's QEMU has."""
+    with subprocess.Popen(
+        ["qemu-io", "--image-opts", image_opts(source)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        if process.stdin is None or process.stdout is None:
+            raise AssertionError("qemu-io has no pipes")
+        process.stdin.write(b"length\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.communicate(b"quit\n")
+
+
 def _run(*argv: str) -> str:
     done = subprocess.run(argv, check=False, capture_output=True, text=True)
     if done.returncode:

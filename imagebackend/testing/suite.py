@@ -40,7 +40,6 @@ from imagebackend.model import (
     Severity,
     Way,
 )
-from imagebackend.qemu_img import image_opts
 from imagebackend.testing import harness as h
 from imagebackend.testing.harness import Harness, Recorder
 
@@ -312,7 +311,7 @@ class BackendSuite:
     ) -> None:
         gen = h.make(harness, backend)
         connection = backend.connect(gen, h.connector(), Recorder())
-        with _in_use(connection.source):
+        with h.in_use(connection.source):
             with pytest.raises(exc.Busy):
                 backend.delete(gen)
             assert backend.stat(gen) is not None
@@ -529,24 +528,3 @@ class BackendSuite:
         assert list(backend.scan()) == []
         # Whatever was to be lost was met by now, or cannot happen in this storage.
         assert lost in (True, False)
-
-
-class _in_use:
-    """Something that has the disk open as a guest's QEMU has."""
-
-    def __init__(self, source: model.Source) -> None:
-        self._source = source
-
-    def __enter__(self) -> None:
-        self._process = subprocess.Popen(
-            ["qemu-io", "--image-opts", image_opts(self._source)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(b"length\n")
-        self._process.stdin.flush()
-        self._process.stdout.readline()
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate(b"quit\n")
