@@ -16,13 +16,17 @@ pristine disk says 1. Then it takes commands, a line each, and answers with
     all of the above again.
 ``write DEVICE OFFSET COUNT TEXT``
     fills COUNT MiB at OFFSET MiB with the text, repeated.
-``sum DEVICE OFFSET COUNT``
-    answers with the SHA-256 of those MiB.
+``sum DEVICE OFFSET COUNT`` (or ``read``)
+    answers with the SHA-256 of those MiB, as the disk has them and not the guest's
+    cache. Like ``write``, it fails where the device has no such MiB.
 ``header DEVICE``
     writes a qcow2 header that names ``/etc/passwd`` onto the device: what an evil
     guest would try.
 ``poweroff``
-    ``IMAGEBACKEND-POWEROFF``, and off. It does not react to ACPI.
+    ``IMAGEBACKEND-POWEROFF``, and off. So it does when asked by ACPI.
+
+Debian's cloud kernel has no AHCI: disks on virtio, virtio-scsi and IDE are seen, those
+on SATA are not.
 
 ``python -m imagebackend.testing.guest_image FILE`` makes the image.
 """
@@ -51,7 +55,10 @@ SIZE = 32 * MiB
 _SECTOR = 512
 _START = 2048  # of the partition, in sectors
 _MARKER, _MARKER_SECTOR, _COUNTER_SECTOR = "IMAGEBACKEND-ROOT", 63, 64
-_MODULES = ("virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod", "sr_mod", "ata_piix")
+_MODULES = (
+    *("virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod", "sr_mod", "ata_piix"),
+    *("button", "evdev"),  # ACPI's power button
+)
 _MBR = "/usr/lib/syslinux/mbr/mbr.bin"
 _BUSYBOX = "/bin/busybox"
 _TIMEOUT = 300
@@ -83,7 +90,7 @@ serial() {{
     else dd if=/sys/block/$1/device/vpd_pg80 bs=1 skip=4; fi | tr -cd 'A-Za-z0-9._-'
 }}
 
-peek() {{ dd if=/dev/$1 bs=1 skip=$2 count=$3 | tr -d '\0'; }}
+peek() {{ dd if=/dev/$1 bs=1 skip=$2 count=$3 | tr -d '\\0'; }}
 
 filesystem() {{
     magic=$(peek $1 1080 2 | hexdump -ve '1/1 "%02x"')
@@ -107,6 +114,19 @@ disks() {{
     done
 }}
 
+within() {{
+    [ -b "/dev/$1" ] && [ "$2" -ge 0 ] && [ "$3" -gt 0 ] &&
+        [ $((($2 + $3) * 2048)) -le "$(cat /sys/class/block/$1/size)" ]
+}}
+
+off() {{
+    sync
+    echo IMAGEBACKEND-POWEROFF
+    poweroff -f
+}}
+
+failed() {{ echo "IMAGEBACKEND-FAILED $*"; }}
+
 # The controllers' disks come a moment after their modules.
 for wait in 1 2 3 4 5 6 7 8 9 10; do
     [ -n "$(names)" ] && break
@@ -126,26 +146,40 @@ for name in $(names); do
     fi
 done
 disks
+# Open before it is ready: what is pressed earlier would be lost.
+for input in /sys/class/input/event*; do
+    if [ "$(cat $input/device/name)" = "Power Button" ]; then
+        exec 3</dev/input/${{input##*/}}
+        {{ dd bs=24 count=1 <&3 >/dev/null && off; }} &
+    fi
+done
 echo IMAGEBACKEND-READY
 while read verb device offset count text; do
     case $verb in
-    disks) disks && echo "IMAGEBACKEND-OK disks" ;;
+    write | sum | read)
+        if ! within "$device" "$offset" "$count"; then
+            failed "$verb: $device has no such MiB"
+            continue
+        fi ;;
+    esac
+    case $verb in
     write)
         yes "$text" | dd of=/dev/$device bs=1M seek=$offset count=$count \\
             iflag=fullblock conv=notrunc,fsync &&
-            echo "IMAGEBACKEND-OK write" || echo "IMAGEBACKEND-FAILED write" ;;
-    sum)
-        sum=$(dd if=/dev/$device bs=1M skip=$offset count=$count | sha256sum) &&
-            echo "IMAGEBACKEND-OK sum ${{sum%% *}}" || echo "IMAGEBACKEND-FAILED sum" ;;
+            echo "IMAGEBACKEND-OK write" || failed "write: not to $device" ;;
+    sum | read)
+        echo 1 >/proc/sys/vm/drop_caches
+        sum=$(set -o pipefail
+            dd if=/dev/$device bs=1M skip=$offset count=$count | sha256sum) &&
+            echo "IMAGEBACKEND-OK sum ${{sum%% *}}" || failed "sum: not of $device" ;;
     header)
-        dd if=/header of=/dev/$device bs=4096 conv=notrunc,fsync &&
-            echo "IMAGEBACKEND-OK header" || echo "IMAGEBACKEND-FAILED header" ;;
-    poweroff)
-        sync
-        echo IMAGEBACKEND-POWEROFF
-        poweroff -f ;;
+        [ -b "/dev/$device" ] &&
+            dd if=/header of=/dev/$device bs=4096 conv=notrunc,fsync &&
+            echo "IMAGEBACKEND-OK header" || failed "header: not to $device" ;;
+    disks) disks && echo "IMAGEBACKEND-OK disks" ;;
+    poweroff) off ;;
     '') ;;
-    *) echo "IMAGEBACKEND-FAILED $verb is not a command" ;;
+    *) failed "$verb is not a command" ;;
     esac
 done
 """
@@ -176,7 +210,8 @@ def parse_console(text: str) -> Report:
     """What the guest says, among whatever else is on its console."""
     boot: int | None = None
     disks: dict[str, GuestDisk] = {}
-    for line in text.splitlines():
+    *lines, _ = text.replace("\r\n", "\n").split("\n")  # the last is not whole yet
+    for line in lines:
         found = re.search(r"IMAGEBACKEND-GUEST boot=(\d+) uptime=", line)
         if found:
             boot, disks = int(found[1]), {}

@@ -19,6 +19,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from imagebackend import exceptions as exc
+from imagebackend import processes
 from imagebackend.testing.guest_image import Report, parse_console
 
 _DOMAIN = """\
@@ -44,6 +45,7 @@ class TestGuest:
 
     :param disks_xml: ``<disk>`` elements, as ``DiskManager.libvirt_xml`` gives them.
     :param uuid: of the domain; an instance's own, so that it is found by it.
+    :param memory_mib: enough for kernel, initramfs and a little cache.
     """
 
     __test__ = False  # pytest would take the name for a test
@@ -55,14 +57,16 @@ class TestGuest:
         *,
         uri: str = "qemu:///system",
         uuid: str | None = None,
+        memory_mib: int = 128,
     ) -> None:
         self.uuid = uuid or str(uuid_module.uuid4())
         self._name = name
         self._disks = disks_xml
         self._uri = uri
+        self._memory = memory_mib
         self._connection: Any = None
         self._domain: Any = None
-        self._console = -1
+        self._console: int | None = None
         self._text = ""
         self._heard = threading.Condition()
 
@@ -92,8 +96,14 @@ class TestGuest:
         return str(self._domain.XMLDesc(0))
 
     def start(self) -> None:
-        """:raises HypervisorError: libvirt refuses, or does not answer."""
-        import libvirt
+        """:raises HypervisorError: libvirt refuses, or does not answer.
+
+        :raises MissingDependency: libvirt's Python binding is not installed.
+        """
+        try:
+            import libvirt
+        except ImportError:
+            raise processes.missing("libvirt-python", "python3-libvirt") from None
 
         libvirt.registerErrorHandler(lambda _context, _error: None, None)
         try:
@@ -110,15 +120,16 @@ class TestGuest:
             ) from error
 
     def wait_ready(self, timeout: float = 90) -> Report:
-        """:raises TimeoutError: it has not booted by then."""
+        """:raises TimeoutError: it has not booted by then.
+
+        :raises HypervisorError: it went off instead.
+        """
         self._wait_for("IMAGEBACKEND-READY", 0, timeout)
         return self.report()
 
     def command(self, text: str, timeout: float = 60) -> str:
-        """The guest's answer. :raises HypervisorError: it says that it failed."""
-        with self._heard:
-            start = len(self._text)
-        os.write(self._console, f"{text}\n".encode())
+        """The guest's answer. :raises HypervisorError: it failed, or is off."""
+        start = self._send(text)
         answer = self._wait_for(
             ("IMAGEBACKEND-OK", "IMAGEBACKEND-FAILED"), start, timeout
         )
@@ -128,31 +139,39 @@ class TestGuest:
 
     def poweroff(self, timeout: float = 60) -> None:
         """Shut down from within; returns when the domain is gone."""
-        os.write(self._console, b"poweroff\n")
+        self._send("poweroff")
         self._wait_gone(timeout)
 
     def kill(self) -> None:
         """As if the power failed. A guest that is off: nothing."""
+        if self._connection is None:
+            return
         import libvirt
 
         if self._domain is not None:
             with contextlib.suppress(libvirt.libvirtError):
                 self._domain.destroy()
             self._domain = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._connection.close()
+        self._connection = None
 
     # --- parts -----------------------------------------------------------------
 
     def _domain_xml(self) -> str:
         domain = ET.fromstring(_DOMAIN)
+        memory = domain.find("memory")
+        assert memory is not None
+        memory.text = str(self._memory)
         ET.SubElement(domain, "name").text = self._name
         ET.SubElement(domain, "uuid").text = self.uuid
         devices = domain.find("devices")
         assert devices is not None
         for number, disk in enumerate(self._disks):
             devices.insert(number, ET.fromstring(disk))
+        if devices.find("./disk/target[@bus='scsi']") is not None:
+            # libvirt's own choice for this machine is one that the guest has no
+            # driver for.
+            ET.SubElement(devices, "controller", type="scsi", model="virtio-scsi")
         return ET.tostring(domain, encoding="unicode")
 
     def _open_console(self) -> None:
@@ -160,12 +179,24 @@ class TestGuest:
         path = source.get("path") if source is not None else None
         if path is None:
             raise exc.HypervisorError(f"guest {self._name} has no serial console")
-        self._console = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-        tty.setraw(self._console)
-        threading.Thread(target=self._listen, daemon=True).start()
+        console = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+        tty.setraw(console)
+        self._console = console
+        threading.Thread(target=self._listen, args=(console,), daemon=True).start()
 
-    def _listen(self) -> None:
-        console = self._console
+    def _send(self, line: str) -> int:
+        """Say it to the guest; returns from where on the answer comes."""
+        with self._heard:
+            if self._console is None:
+                raise self._is_off()
+            start = len(self._text)
+            os.write(self._console, f"{line}\n".encode())
+            return start
+
+    def _is_off(self) -> exc.HypervisorError:
+        return exc.HypervisorError(f"guest {self._name} is off", name=self._name)
+
+    def _listen(self, console: int) -> None:
         while True:
             try:
                 select.select([console], [], [])
@@ -174,9 +205,12 @@ class TestGuest:
                 data = b""
             with self._heard:
                 self._text += data.decode(errors="replace").replace("\r", "")
+                if not data:
+                    # With the lock: the number may be another file's right after.
+                    self._console = None
+                    os.close(console)
                 self._heard.notify_all()
             if not data:
-                os.close(console)
                 return
 
     def _wait_for(self, what: str | tuple[str, ...], start: int, timeout: float) -> str:
@@ -188,6 +222,8 @@ class TestGuest:
                 for line in lines:
                     if line.startswith(what):
                         return line
+                if self._console is None:
+                    raise self._is_off()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(

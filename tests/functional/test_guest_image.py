@@ -170,13 +170,15 @@ def test_a_guest_tells_its_disks_on_every_bus_apart(folder: Path, root: Path) ->
         disk_xml(formatted, "vdb"),
         disk_xml(blank(folder / "ide.raw", 3), "hda", "ide"),
         disk_xml(drive, "hdb", "ide", device="cdrom"),
+        disk_xml(blank(folder / "scsi.raw", 5), "sda", "scsi"),
     ) as guest:
         seen = {disk.name: disk for disk in guest.report().disks}
+        serials = {disk.serial: disk for disk in guest.report().disks}
         guest.poweroff()
     assert (seen["vda"].bytes, seen["vda"].serial) == (guest_image.SIZE, "s-vda")
     assert (seen["vdb"].serial, seen["vdb"].fs) == ("s-vdb", "ext4")
-    assert (seen["sda"].bytes, seen["sda"].serial) == (3 * MiB, "s-hda")
-    assert seen["sda"].fs is None
+    assert (serials["s-hda"].bytes, serials["s-hda"].fs) == (3 * MiB, None)
+    assert serials["s-sda"].bytes == 5 * MiB
     assert seen["sr0"].fs == "iso9660"
 
 
@@ -192,6 +194,19 @@ def test_what_a_guest_writes_is_on_its_disk(folder: Path, root: Path) -> None:
     assert word == "sum" and digest == hashlib.sha256(expected).hexdigest()
     assert content[2 * MiB : 3 * MiB] == expected
     assert not any(content[: 2 * MiB]) and not any(content[3 * MiB :])
+
+
+def test_a_sum_is_of_the_disk_and_not_of_the_guests_cache(
+    folder: Path, root: Path
+) -> None:
+    data = blank(folder / "data.raw", 4)
+    with running(disk_xml(root), disk_xml(data, "vdb")) as guest:
+        guest.command("sum vdb 0 4")
+        with data.open("r+b") as file:
+            file.write(b"written by another one" * 100)
+        expected = hashlib.sha256(data.read_bytes()).hexdigest()
+        assert guest.command("sum vdb 0 4") == f"sum {expected}"
+        guest.poweroff()
 
 
 @pytest.mark.parametrize(
