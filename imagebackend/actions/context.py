@@ -176,21 +176,12 @@ class Context:
         auth: Any = None,
         progress: ProgressCallback | None = None,
     ) -> Creation:
-        """Create the object of a committed row and commit what came of it."""
+        """Create the object of a committed row. What came of it is for the caller to
+        commit, with whatever else becomes true at the same moment."""
         with self._fill(row, recipe, image, auth, progress) as fill:
-            creation = self.backend(row).create(
+            return self.backend(row).create(
                 self.generation(row), fill, self.recorder(row)
             )
-        with self.store.writing() as tx:
-            tx.update_generation(
-                row.id,
-                handle=creation.handle,
-                size=creation.size,
-                format=creation.format,
-                path=str(creation.path),
-                scope=creation.scope or row.scope,
-            )
-        return creation
 
     def recorder(self, row: GenerationRow) -> Record:
         def record(handle: Handle) -> None:
@@ -374,6 +365,20 @@ def hold(
     return tx.update_disk(
         row, state=state, back=str(row.state), operation_id=operation.id, reason=""
     )
+
+
+def commit_creation(
+    tx: Transaction, row: GenerationRow, creation: Creation, **changes: Any
+) -> None:
+    """What the storage made, into the generation's row."""
+    values: dict[str, Any] = {
+        "handle": creation.handle,
+        "size": creation.size,
+        "format": creation.format,
+        "path": str(creation.path),
+        "scope": creation.scope or row.scope,
+    }
+    tx.update_generation(row.id, **(values | changes))
 
 
 def settle_disk(tx: Transaction, row: DiskRow, **changes: Any) -> DiskRow:

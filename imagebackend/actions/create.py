@@ -12,7 +12,12 @@ from sqlalchemy import exc as sa_exc
 
 from imagebackend import exceptions as exc
 from imagebackend import model
-from imagebackend.actions.context import Context, free, settle_disk
+from imagebackend.actions.context import (
+    Context,
+    commit_creation,
+    free,
+    settle_disk,
+)
 from imagebackend.actions.settle import begin
 from imagebackend.model import (
     Change,
@@ -173,6 +178,7 @@ class Batch:
         self._auth = auth
         self._progress = progress
         self._new: list[tuple[str, Recipe, ImageInfo | None, GenerationRow]] = []
+        self._made: dict[str, Creation] = {}
         self._attach: list[OwnerRow] = []
 
     def place(self, wanted: Sequence[Wanted]) -> list[Placement | None]:
@@ -261,26 +267,35 @@ class Batch:
 
     def make(self) -> tuple[DiskChange, ...]:
         """Make all objects that were announced."""
-        return tuple(
-            self._change(name, row, self._make_one(recipe, image, row))
-            for name, recipe, image, row in self._new
-        )
+        changes = []
+        for name, recipe, image, row in self._new:
+            made = self._ctx.make(row, recipe, image, self._auth, self._progress)
+            self._made[row.id] = made
+            changes.append(
+                DiskChange(
+                    str(row.disk_id), name, made.size, new=made.handle, path=made.path
+                )
+            )
+        return tuple(changes)
 
     def complete(self, tx: Transaction) -> tuple[DiskChange, ...]:
-        """New disks become ready; existing ones, which were attached, are returned."""
+        """What was made becomes current, and new disks ready; existing disks, which
+        were attached, are returned."""
+        current = {"state": GenerationState.CURRENT, "operation_id": None}
+        made = {}
+        for _, _, _, row in self._new:
+            commit_creation(tx, row, self._made[row.id], **current)
+            made[row.disk_id] = (row.id, self._made[row.id].size)
         for disk in tx.disks_of(self._operation.id):
             if disk.state is not DiskState.CREATING:
                 continue
-            (row,) = tx.generations(disk.id)
-            tx.update_generation(
-                row.id, state=GenerationState.CURRENT, operation_id=None
-            )
+            generation_id, size = made[disk.id]
             settle_disk(
                 tx,
                 disk,
                 state=DiskState.READY,
-                generation_id=row.id,
-                size=row.size,
+                generation_id=generation_id,
+                size=size,
             )
         attached = []
         for owner in self._attach:
@@ -293,21 +308,6 @@ class Batch:
             tx.update_disk(existing, state=DiskState.READY)
             attached.append(DiskChange(existing.id, owner.name, existing.size))
         return tuple(attached)
-
-    def _make_one(
-        self, recipe: Recipe, image: ImageInfo | None, row: GenerationRow
-    ) -> Creation:
-        return self._ctx.make(row, recipe, image, self._auth, self._progress)
-
-    @staticmethod
-    def _change(name: str, row: GenerationRow, creation: Creation) -> DiskChange:
-        return DiskChange(
-            str(row.disk_id),
-            name,
-            creation.size,
-            new=creation.handle,
-            path=creation.path,
-        )
 
     def _disk_row(self, name: str, recipe: Recipe, placement: Placement) -> DiskRow:
         return DiskRow(

@@ -312,13 +312,10 @@ def _switch(tx: Transaction, operation: Operation, steps: _Steps) -> set[str]:
         if disk.state is not DiskState.REPLACING:
             continue
         for each in tx.generations(disk.id):
-            if each.state is GenerationState.NEW:
-                tx.update_generation(
-                    each.id, state=GenerationState.CURRENT, operation_id=None
-                )
-                new = each
-            else:
+            if each.id == disk.generation_id:
                 _owe(tx, each.id, operation)
+            else:
+                new = each
         settle_disk(
             tx,
             disk,

@@ -200,7 +200,6 @@ class FileBackend(Backend):
             ]
         try:
             processes.require("qemu-img", "qemu-utils")
-            processes.require("prlimit", "util-linux")
             self._folder_id()
         except exc.ImageBackendError as error:
             return [Finding(Severity.ERROR, self.name, error.message)]
@@ -239,7 +238,7 @@ class FileBackend(Backend):
     def create(self, gen: Generation, fill: Fill, record: Record) -> Creation:
         self._own(gen)
         path = self._path(gen)
-        record({**gen.handle, "path": self._relative(gen)})
+        # Nothing to record yet: the name follows from the generation.
         try:
             scope = self._ensure_folder()
             os.makedirs(os.path.dirname(path), mode=0o711, exist_ok=True)

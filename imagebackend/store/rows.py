@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,21 +199,31 @@ def _in(cls: type[R], row: sa.Row[Any]) -> R:
     return cls(**values)
 
 
+#: A row that is changed by compare-and-swap.
+V = TypeVar("V", "InstanceRow", "DiskRow")
+
+
 class Reader:
     """Reads on one connection."""
 
     def __init__(self, connection: sa.Connection) -> None:
         self.connection = connection
 
-    def _one(self, cls: type[R], *where: sa.ColumnElement[bool]) -> R | None:
-        row = self.connection.execute(
-            sa.select(_TABLES[cls]).where(*where)
-        ).one_or_none()
-        return None if row is None else _in(cls, row)
+    def _one(self, cls: type[R], **keys: object) -> R | None:
+        found = self._all(cls, **keys)
+        if len(found) > 1:
+            raise exc.InternalError(f"{len(found)} rows of {keys}")
+        return found[0] if found else None
 
-    def _all(self, cls: type[R], *where: sa.ColumnElement[bool]) -> list[R]:
-        rows = self.connection.execute(sa.select(_TABLES[cls]).where(*where))
+    def _all(self, cls: type[R], **keys: object) -> list[R]:
+        kind: Any = cls
+        rows = self._execute(_select(kind, tuple(keys)), keys)
         return [_in(cls, row) for row in rows]
+
+    def _execute(
+        self, statement: sa.Executable, values: Mapping[str, object]
+    ) -> sa.CursorResult[Any]:
+        return self.connection.execute(statement, values)
 
     def meta(self, key: str) -> str:
         value = self.connection.execute(
@@ -225,40 +236,37 @@ class Reader:
         return str(value)
 
     def instance(self, instance_id: str) -> InstanceRow | None:
-        return self._one(InstanceRow, t.instances.c.id == instance_id)
+        return self._one(InstanceRow, id=instance_id)
 
     def disk(self, disk_id: str) -> DiskRow | None:
-        return self._one(DiskRow, t.disks.c.id == disk_id)
+        return self._one(DiskRow, id=disk_id)
 
     def owners(self, disk_id: str) -> list[OwnerRow]:
-        return self._all(OwnerRow, t.owners.c.disk_id == disk_id)
+        return self._all(OwnerRow, disk_id=disk_id)
 
     def owned(self, instance_id: str) -> list[tuple[OwnerRow, DiskRow]]:
         """An instance's disks, in the order that the guest sees them."""
-        mine = self._all(OwnerRow, t.owners.c.instance_id == instance_id)
+        mine = self._all(OwnerRow, instance_id=instance_id)
         if not mine:
             return []
-        found = {
-            row.id: row
-            for row in self._all(DiskRow, t.disks.c.id.in_([o.disk_id for o in mine]))
-        }
+        ids = [owner.disk_id for owner in mine]
+        rows = self._execute(_DISKS_BY_ID, {"ids": ids})
+        found = {row.id: row for row in (_in(DiskRow, each) for each in rows)}
         mine.sort(key=lambda owner: owner.position)
         return [(owner, found[owner.disk_id]) for owner in mine]
 
     def generation(self, generation_id: str) -> GenerationRow | None:
-        return self._one(GenerationRow, t.generations.c.id == generation_id)
+        return self._one(GenerationRow, id=generation_id)
 
     def generations(self, disk_id: str) -> list[GenerationRow]:
-        return self._all(GenerationRow, t.generations.c.disk_id == disk_id)
+        return self._all(GenerationRow, disk_id=disk_id)
 
     def generations_of(self, operation_id: str) -> list[GenerationRow]:
-        return self._all(GenerationRow, t.generations.c.operation_id == operation_id)
+        return self._all(GenerationRow, operation_id=operation_id)
 
     def debts(self, host_id: str) -> list[GenerationRow]:
         return self._all(
-            GenerationRow,
-            t.generations.c.state == GenerationState.DEBT.value,
-            t.generations.c.host_id == host_id,
+            GenerationRow, state=GenerationState.DEBT.value, host_id=host_id
         )
 
     def entries_in_use(self, host_id: str) -> set[str]:
@@ -271,27 +279,27 @@ class Reader:
         return {str(row[0]) for row in rows}
 
     def attachments(self, generation_id: str) -> list[AttachmentRow]:
-        return self._all(AttachmentRow, t.attachments.c.generation_id == generation_id)
+        return self._all(AttachmentRow, generation_id=generation_id)
 
     def attachments_of(self, operation_id: str) -> list[AttachmentRow]:
-        return self._all(AttachmentRow, t.attachments.c.operation_id == operation_id)
+        return self._all(AttachmentRow, operation_id=operation_id)
 
     def snapshot(self, snapshot_id: str) -> SnapshotRow | None:
-        return self._one(SnapshotRow, t.snapshots.c.id == snapshot_id)
+        return self._one(SnapshotRow, id=snapshot_id)
 
     def snapshots_of(self, operation_id: str) -> list[SnapshotRow]:
-        return self._all(SnapshotRow, t.snapshots.c.operation_id == operation_id)
+        return self._all(SnapshotRow, operation_id=operation_id)
 
     def disks_of(self, operation_id: str) -> list[DiskRow]:
-        return self._all(DiskRow, t.disks.c.operation_id == operation_id)
+        return self._all(DiskRow, operation_id=operation_id)
 
     def operations(self, host_id: str | None = None) -> list[OperationRow]:
         if host_id is None:
             return self._all(OperationRow)
-        return self._all(OperationRow, t.operations.c.host_id == host_id)
+        return self._all(OperationRow, host_id=host_id)
 
     def operation(self, target: str) -> OperationRow | None:
-        return self._one(OperationRow, t.operations.c.target == target)
+        return self._one(OperationRow, target=target)
 
 
 class Transaction(Reader):
@@ -300,99 +308,107 @@ class Transaction(Reader):
     def insert(self, *rows: Row) -> None:
         """:raises sqlalchemy.exc.IntegrityError: a key is taken."""
         for row in rows:
-            values = {
-                item.name: getattr(row, item.name) for item in dataclasses.fields(row)
-            }
-            self.connection.execute(sa.insert(_TABLES[type(row)]).values(_out(values)))
+            kind: Any = type(row)
+            values = {name: getattr(row, name) for name in _fields(kind)}
+            self._execute(_INSERTS[kind], _out(values))
 
     def update_disk(self, row: DiskRow, **changes: Any) -> DiskRow:
         """Compare-and-swap. :raises Superseded: the row has moved."""
-        done = self.connection.execute(
-            sa.update(t.disks)
-            .where(t.disks.c.id == row.id, t.disks.c.version == row.version)
-            .values(_out(changes) | {"version": row.version + 1})
-        )
-        if done.rowcount != 1:
-            raise exc.Superseded(
-                f"disk {row.id} was changed by another operation meanwhile",
-                disk=row.id,
-            )
-        return dataclasses.replace(row, **changes, version=row.version + 1)
+        return self._swap(row, f"disk {row.id}", changes)
 
     def update_instance(self, row: InstanceRow, **changes: Any) -> InstanceRow:
         """Compare-and-swap. :raises Superseded: the row has moved."""
-        done = self.connection.execute(
-            sa.update(t.instances)
-            .where(t.instances.c.id == row.id, t.instances.c.version == row.version)
-            .values(_out(changes) | {"version": row.version + 1})
-        )
-        if done.rowcount != 1:
-            raise exc.Superseded(
-                f"instance {row.id} was changed by another operation meanwhile",
-                instance=row.id,
-            )
-        return dataclasses.replace(row, **changes, version=row.version + 1)
+        return self._swap(row, f"instance {row.id}", changes)
 
     def update_generation(self, generation_id: str, **changes: Any) -> None:
         """:raises Superseded: the row is gone."""
         self._must_hit(
-            sa.update(t.generations)
-            .where(t.generations.c.id == generation_id)
-            .values(_out(changes)),
-            f"generation {generation_id}",
+            GenerationRow, f"generation {generation_id}", changes, id=generation_id
         )
 
     def update_attachment(self, row: AttachmentRow, **changes: Any) -> None:
         """:raises Superseded: the row is gone."""
-        self._must_hit(
-            sa.update(t.attachments).where(*_attachment(row)).values(_out(changes)),
-            f"the attachment of generation {row.generation_id}",
-        )
+        what = f"the attachment of generation {row.generation_id}"
+        self._must_hit(AttachmentRow, what, changes, **_identity(row))
 
     def update_snapshot(self, snapshot_id: str, **changes: Any) -> None:
-        self._must_hit(
-            sa.update(t.snapshots)
-            .where(t.snapshots.c.id == snapshot_id)
-            .values(_out(changes)),
-            f"snapshot {snapshot_id}",
-        )
-
-    def update_operation(self, operation_id: str, **changes: Any) -> None:
-        self._must_hit(
-            sa.update(t.operations)
-            .where(t.operations.c.id == operation_id)
-            .values(_out(changes)),
-            f"operation {operation_id}",
-        )
-
-    def _must_hit(self, statement: sa.Update, what: str) -> None:
-        if self.connection.execute(statement).rowcount != 1:
-            raise exc.Superseded(f"{what} was taken over meanwhile", what=what)
+        """:raises Superseded: the row is gone."""
+        self._must_hit(SnapshotRow, f"snapshot {snapshot_id}", changes, id=snapshot_id)
 
     def delete(self, *rows: Row) -> None:
+        """Rows that are gone already: nothing."""
         for row in rows:
-            self.connection.execute(
-                sa.delete(_TABLES[type(row)]).where(*_identity(row))
+            kind: Any = type(row)
+            keys = _identity(row)
+            self._execute(_delete(kind, tuple(keys)), keys)
+
+    def _swap(self, row: V, what: str, changes: dict[str, Any]) -> V:
+        version = row.version + 1
+        hit = self._update(
+            type(row), changes | {"version": version}, id=row.id, version=row.version
+        )
+        if not hit:
+            raise exc.Superseded(
+                f"{what} was changed by another operation meanwhile", what=what
             )
+        return dataclasses.replace(row, **changes, version=version)
+
+    def _must_hit(
+        self, cls: Any, what: str, changes: dict[str, Any], **keys: object
+    ) -> None:
+        if not self._update(cls, changes, **keys):
+            raise exc.Superseded(f"{what} was taken over meanwhile", what=what)
+
+    def _update(self, cls: Any, changes: dict[str, Any], **keys: object) -> bool:
+        statement = _update(cls, tuple(keys), tuple(changes))
+        values = _out(changes) | {f"key_{name}": value for name, value in keys.items()}
+        return self._execute(statement, values).rowcount == 1
 
 
-def _attachment(row: AttachmentRow) -> Sequence[sa.ColumnElement[bool]]:
+# Statements are made once: SQLAlchemy takes longer to make one than SQLite to run it.
+
+_INSERTS = {cls: sa.insert(table) for cls, table in _TABLES.items()}
+_DISKS_BY_ID = sa.select(t.disks).where(
+    t.disks.c.id.in_(sa.bindparam("ids", expanding=True))
+)
+
+
+@functools.cache
+def _fields(cls: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in dataclasses.fields(cls))
+
+
+@functools.cache
+def _select(cls: Any, keys: tuple[str, ...]) -> sa.Select[Any]:
+    table = _TABLES[cls]
+    return sa.select(table).where(*(table.c[key] == sa.bindparam(key) for key in keys))
+
+
+@functools.cache
+def _update(cls: Any, keys: tuple[str, ...], changes: tuple[str, ...]) -> sa.Update:
+    table = _TABLES[cls]
     return (
-        t.attachments.c.generation_id == row.generation_id,
-        t.attachments.c.host_id == row.host_id,
-        t.attachments.c.instance_id == row.instance_id,
+        sa.update(table)
+        .where(*(table.c[key] == sa.bindparam(f"key_{key}") for key in keys))
+        .values({change: sa.bindparam(change) for change in changes})
     )
 
 
-def _identity(row: Row) -> Sequence[sa.ColumnElement[bool]]:
+@functools.cache
+def _delete(cls: Any, keys: tuple[str, ...]) -> sa.Delete:
+    table = _TABLES[cls]
+    return sa.delete(table).where(*(table.c[key] == sa.bindparam(key) for key in keys))
+
+
+def _identity(row: Row) -> dict[str, object]:
+    """The columns that tell the row from all others."""
     if isinstance(row, AttachmentRow):
-        return _attachment(row)
-    if isinstance(row, OwnerRow):
-        return (
-            t.owners.c.disk_id == row.disk_id,
-            t.owners.c.instance_id == row.instance_id,
-        )
-    return (_TABLES[type(row)].c.id == row.id,)
+        names: tuple[str, ...] = ("generation_id", "host_id", "instance_id")
+    elif isinstance(row, OwnerRow):
+        names = ("disk_id", "instance_id")
+    else:
+        names = ("id",)
+    return {name: getattr(row, name) for name in names}
 
 
 class Store:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from stevedore import ExtensionManager
 
 from imagebackend import DiskManager, DiskSpec, Instance, UploadTarget
 from imagebackend import exceptions as exc
@@ -54,6 +55,8 @@ def remote(
         "slow = imagebackend.testing.remote:SlowRemoteBackend\n"
     )
     monkeypatch.setattr(sys, "path", [str(package), *sys.path])
+    # stevedore remembers what was installed when it first looked.
+    monkeypatch.setattr(ExtensionManager, "ENTRY_POINT_CACHE", {})
     server = host.path / "server"
     server.mkdir()
     with host.config_file.open("a") as file:
