@@ -12,7 +12,8 @@ The tree is small and is cut by *who can act*:
 * :class:`InternalError`: a fault of this library.
 
 ``code`` is stable and meant for programs. The values that the message names are
-kept in :attr:`ImageBackendError.values`. No message holds a secret.
+kept in :attr:`ImageBackendError.values`. A message is one line; whatever was put
+into it, it steers no terminal. No message holds a secret.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ImageBackendError(Exception):
     code: ClassVar[str] = "error"
 
     def __init__(self, message: str, **values: object) -> None:
-        super().__init__(message)
+        super().__init__(_one_line(message))
         self.values = values
 
     @property
@@ -229,5 +230,19 @@ class InternalError(ImageBackendError):
 
 def _show(value: object, limit: int = 80) -> str:
     """The value for a message: quoted, no control characters, not endless."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print a number of thousands of digits
+        text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= limit else text[:limit] + "…"
+
+
+def _one_line(text: str) -> str:
+    """Escape what is not for printing: control characters, halves of characters,
+    marks that turn the direction of text."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
+        for each in text.strip()
+    )

@@ -13,6 +13,7 @@ from oslo_config import cfg
 
 from imagebackend import exceptions as exc
 from imagebackend import processes
+from imagebackend.local_files import fsync_path
 from imagebackend.model import Connector
 
 _FILE = "host-id"
@@ -40,13 +41,18 @@ class Host:
         try:
             os.makedirs(self.state_path, mode=0o711, exist_ok=True)
             temporary = f"{path}.{uuid.uuid4()}"
-            with open(temporary, "x", encoding="ascii") as file:
-                file.write(f"{uuid.uuid4()}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
-            os.unlink(temporary)
+            try:
+                with open(temporary, "x", encoding="ascii") as file:
+                    file.write(f"{uuid.uuid4()}\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                with contextlib.suppress(FileExistsError):
+                    os.link(temporary, path)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+            # Rows will carry the id: it must not be lost before they are.
+            fsync_path(self.state_path)
         except OSError as error:
             raise processes.space_error(error, path) from error
         return _read(path)
@@ -82,8 +88,16 @@ class Host:
 
 
 def _read(path: str) -> str:
-    with open(path, encoding="ascii") as file:
-        text = file.read().strip()
+    """:raises FileNotFoundError: there is none yet."""
+    try:
+        with open(path, encoding="ascii", errors="backslashreplace") as file:
+            text = file.read(80).strip()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise exc.HostError(
+            f"cannot read this host's id from {path}: {error.strerror}", path=path
+        ) from error
     try:
         return str(uuid.UUID(text))
     except ValueError:

@@ -41,8 +41,8 @@ from imagebackend.model import (
     ProgressCallback,
     UploadTarget,
 )
-from imagebackend.selection import check_id
 from imagebackend.store.schema import REVISION
+from imagebackend.validation import check_id
 
 T = TypeVar("T")
 

@@ -5,10 +5,7 @@ and placements. No effect: everything that can be refused is refused here."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
-import re
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,28 +26,21 @@ from imagebackend.model import (
     Role,
     Want,
 )
-
-PREFIX = "imagebackend:"
-QUOTA_PREFIX = "quota:disk_"
-QUOTA_KEYS = tuple(
-    f"{QUOTA_PREFIX}{way}_{unit}_sec"
-    for way in ("read", "write", "total")
-    for unit in ("bytes", "iops")
+from imagebackend.validation import (
+    BUSES,
+    DEFAULT_FS,
+    PREFIX,
+    check_flavor,
+    check_instance,
+    check_spec,
+    check_specs,
+    file_digest,
 )
-BUSES = ("virtio", "scsi", "sata", "ide", "usb")
+
 _CHOICES = ("backend", "volume_type", "pool")
 _ROLE_PREFIX = {Role.EPHEMERAL: "ephemeral_", Role.SWAP: "swap_"}
-FLAVOR_KEYS = tuple(
-    f"{PREFIX}{prefix}{choice}"
-    for prefix in ("", "ephemeral_", "swap_")
-    for choice in _CHOICES
-)
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
-_PRINTABLE = re.compile(r"[^\x00-\x1f\x7f]*")
 _DEVICE_PREFIX = {"virtio": "vd", "scsi": "sd", "sata": "sd", "usb": "sd", "ide": "hd"}
 _TRUE = ("true", "1", "yes", "on")
-_CONTENTS = ("image", "base", "disk", "path")
-_MAX_CONFIG_DRIVE = 256 * MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +122,8 @@ class Selection:
         :raises RequestError: with flavor, key, value and what would be accepted.
         """
         check_instance(instance)
-        self._check_flavor_keys(instance.flavor)
+        check_flavor(instance.flavor, self._conf.imagebackend.allow_flavor_override)
+        check_specs(disks)
         specs = _with_names(_with_flavor(instance, disks))
         image = self._image(instance.image) if instance.image else None
         return [self._resolve(instance, spec, image) for spec in specs]
@@ -146,13 +137,13 @@ class Selection:
         :param sizes: of the present disks, by name, for those that nothing sizes.
         """
         check_instance(instance)
-        self._check_flavor_keys(instance.flavor)
+        check_flavor(instance.flavor, self._conf.imagebackend.allow_flavor_override)
         result = []
         for spec in _with_names(_with_flavor(instance, disks)):
             if spec.disk:
                 continue
             backend, pool, volume_type, why = self._choose(instance, spec, None)
-            size = _checked_size(spec) or sizes.get(spec.name, 0)
+            size = spec.size or sizes.get(spec.name, 0)
             self._limit(f"disk {spec.name!r} of instance {instance.id}", size)
             recipe = Recipe(
                 spec.role,
@@ -204,7 +195,7 @@ class Selection:
     def _resolve(
         self, instance: Instance, spec: DiskSpec, root_image: ImageInfo | None
     ) -> Wanted:
-        _check_spec(spec)
+        check_spec(spec)
         image = root_image
         if spec.image and (root_image is None or spec.image != root_image.id):
             image = self._image(spec.image)
@@ -238,7 +229,7 @@ class Selection:
             image=spec.image,
             base=spec.base,
             path=spec.path,
-            digest=_file_digest(spec.path) if spec.path else None,
+            digest=file_digest(spec.path) if spec.path else None,
             fs=self._fs(spec, properties),
             label=spec.label,
             shareable=spec.shareable,
@@ -306,7 +297,7 @@ class Selection:
         return needs
 
     def _fs(self, spec: DiskSpec, properties: Mapping[str, str]) -> str | None:
-        if spec.fs != _DEFAULT_FS:
+        if spec.fs != DEFAULT_FS:
             return spec.fs
         if properties.get("os_type") == "windows":
             return "vfat"
@@ -412,36 +403,8 @@ class Selection:
             )
         return str(name)
 
-    def _check_flavor_keys(self, flavor: Flavor | None) -> None:
-        if flavor is None:
-            return
-        for key, value in flavor.extra_specs.items():
-            where = f"extra spec {key!r} of flavor {flavor.name!r}"
-            if key in QUOTA_KEYS:
-                if not str(value).isdigit():
-                    raise exc.InvalidValue(where, value, "a whole number")
-            elif key.startswith(PREFIX):
-                if key not in FLAVOR_KEYS:
-                    raise exc.PlacementRefused(
-                        f"flavor {flavor.name!r} has the unknown extra spec {key!r}: "
-                        f"known are {', '.join(FLAVOR_KEYS)}",
-                        flavor=flavor.name,
-                        key=key,
-                    )
-                if not self._conf.imagebackend.allow_flavor_override:
-                    raise exc.PlacementRefused(
-                        f"flavor {flavor.name!r} has {key!r}, but [imagebackend] "
-                        f"allow_flavor_override is off on this host",
-                        flavor=flavor.name,
-                        key=key,
-                    )
-                if not value or not _PRINTABLE.fullmatch(str(value)):
-                    raise exc.InvalidValue(where, value, "a name")
-
 
 # --- what the flavor gives ----------------------------------------------------
-
-_DEFAULT_FS = "default"
 
 
 def _with_flavor(instance: Instance, disks: Sequence[DiskSpec]) -> list[DiskSpec]:
@@ -472,7 +435,7 @@ def _limited(
         (
             Role.EPHEMERAL,
             flavor.ephemeral_gb * GiB,
-            DiskSpec(role=Role.EPHEMERAL, fs=_DEFAULT_FS, label="ephemeral0"),
+            DiskSpec(role=Role.EPHEMERAL, fs=DEFAULT_FS, label="ephemeral0"),
         ),
         (Role.SWAP, flavor.swap_mb * MiB, DiskSpec(role=Role.SWAP, fs="swap")),
     ):
@@ -483,7 +446,7 @@ def _limited(
             and other.lifecycle is Lifecycle.EPHEMERAL
             and not (other.disk or other.shareable)
         ]
-        asked = sum(_checked_size(other) for other in declared)
+        asked = sum(other.size for other in declared)
         if asked > total:
             raise exc.SizeRefused(
                 f"instance {instance.id}: its {role} disks sum up to {asked} bytes, "
@@ -538,114 +501,3 @@ def _letters(number: int) -> str:
         number, rest = divmod(number - 1, 26)
         text = chr(ord("a") + rest) + text
     return text
-
-
-# --- what is acceptable -------------------------------------------------------
-
-
-def check_id(what: str, value: object) -> str:
-    """:raises InvalidValue: not a uuid as OpenStack and libvirt write it."""
-    try:
-        if isinstance(value, str) and str(uuid.UUID(value)) == value:
-            return value
-    except ValueError:
-        pass
-    raise exc.InvalidValue(
-        what, value, "a uuid, as 8be4df61-93ca-11d2-aa0d-00e098032b8c"
-    )
-
-
-def check_instance(instance: Instance) -> None:
-    """:raises InvalidValue: an id, text or number of it is not acceptable."""
-    check_id("instance id", instance.id)
-    for what, text in (
-        ("project id", instance.project_id),
-        ("name of the instance", instance.name),
-        ("availability zone", instance.availability_zone or ""),
-    ):
-        if not (
-            isinstance(text, str) and len(text) <= 255 and _PRINTABLE.fullmatch(text)
-        ):
-            raise exc.InvalidValue(what, text, "printable, of at most 255 characters")
-    flavor = instance.flavor
-    if flavor is None:
-        return
-    for name in ("root_gb", "ephemeral_gb", "swap_mb"):
-        number = getattr(flavor, name)
-        if type(number) is not int or number < 0:
-            raise exc.InvalidValue(
-                f"{name} of flavor {flavor.name!r}", number, "a whole number, 0 or more"
-            )
-
-
-def _checked_size(spec: DiskSpec) -> int:
-    if type(spec.size) is not int or spec.size < 0:
-        raise exc.InvalidValue(
-            f"size of disk {spec.name or str(spec.role)!r}",
-            spec.size,
-            "a whole number of bytes, 0 or more",
-        )
-    return spec.size
-
-
-def _check_spec(spec: DiskSpec) -> None:
-    what = f"disk {spec.name!r}"
-    if not _NAME.fullmatch(spec.name):
-        raise exc.InvalidValue(
-            "name of a disk",
-            spec.name,
-            "at most 40 characters of a-z, 0-9, - and _, no - or _ first",
-        )
-    size = _checked_size(spec)
-    given = [
-        key
-        for key in ("image", "base", "disk", "path")
-        if getattr(spec, key) is not None
-    ]
-    if len(given) > 1:
-        raise exc.InvalidValue(what, given, "of one of image, base, disk, path")
-    if not given and not size:
-        raise exc.InvalidValue(
-            what, "empty", "given a size, or one of image, base, disk, path"
-        )
-    if spec.disk is not None:
-        check_id(f"id of the existing disk for {what}", spec.disk)
-    if spec.base is not None:
-        check_id(f"id of the base disk for {what}", spec.base)
-    if spec.fs is not None and given:
-        raise exc.InvalidValue(
-            f"file system of {what}", spec.fs, f"left out beside {given[0]}"
-        )
-    if spec.fs is not None and spec.fs not in (
-        _DEFAULT_FS,
-        "ext4",
-        "xfs",
-        "vfat",
-        "swap",
-    ):
-        raise exc.InvalidValue(
-            f"file system of {what}", spec.fs, "one of ext4, xfs, vfat, swap"
-        )
-    if spec.label is not None and not re.fullmatch(r"[\w.-]{1,16}", spec.label):
-        raise exc.InvalidValue(
-            f"label of {what}", spec.label, "1 to 16 letters, digits, ., -, _"
-        )
-    if spec.path is not None:
-        _check_path(what, spec.path)
-
-
-def _check_path(what: str, path: str) -> None:
-    if not os.path.isabs(path) or not _PRINTABLE.fullmatch(path):
-        raise exc.InvalidValue(f"path of {what}", path, "an absolute path")
-    if not os.path.isfile(path):
-        raise exc.InvalidValue(f"path of {what}", path, "an existing file")
-    size = os.stat(path).st_size
-    if not 0 < size <= _MAX_CONFIG_DRIVE:
-        raise exc.InvalidValue(
-            f"size of {path}", size, f"between 1 and {_MAX_CONFIG_DRIVE} bytes"
-        )
-
-
-def _file_digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

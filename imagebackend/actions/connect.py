@@ -17,8 +17,8 @@ from imagebackend.actions.replace import known_instance, must_be_idle, release
 from imagebackend.actions.settle import begin
 from imagebackend.libvirt.xml import DiskDevice, disk_xml
 from imagebackend.model import Connection, DiskState, Instance, Role
-from imagebackend.selection import QUOTA_KEYS, QUOTA_PREFIX
 from imagebackend.store.rows import AttachmentRow, DiskRow, GenerationRow, Reader
+from imagebackend.validation import QUOTA_KEYS, QUOTA_PREFIX
 
 
 def connect(ctx: Context, instance_id: str) -> Sequence[Connection]:

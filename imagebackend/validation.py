@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is acceptable in a request, whatever the host: types, names, ids, sizes, keys.
+
+Every refusal names the thing, its value, and what would be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import os
+import re
+import types
+import typing
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from imagebackend import exceptions as exc
+from imagebackend.model import DiskSpec, Flavor, Instance, MiB
+
+PREFIX = "imagebackend:"
+QUOTA_PREFIX = "quota:disk_"
+QUOTA_KEYS = tuple(
+    f"{QUOTA_PREFIX}{way}_{unit}_sec"
+    for way in ("read", "write", "total")
+    for unit in ("bytes", "iops")
+)
+FLAVOR_KEYS = tuple(
+    f"{PREFIX}{prefix}{choice}"
+    for prefix in ("", "ephemeral_", "swap_")
+    for choice in ("backend", "volume_type", "pool")
+)
+BUSES = ("virtio", "scsi", "sata", "ide", "usb")
+#: Stands for the host's default file system, or Windows' own.
+DEFAULT_FS = "default"
+_FILE_SYSTEMS = ("ext4", "xfs", "vfat", "swap")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+_PRINTABLE = re.compile(r"[^\x00-\x1f\x7f]*")
+_MAX_CONFIG_DRIVE = 256 * MiB
+_MAX_DISKS = 256
+_CONTENTS = ("image", "base", "disk", "path")
+
+
+def check_id(what: str, value: object) -> str:
+    """:raises InvalidValue: not a uuid as OpenStack and libvirt write it."""
+    try:
+        if isinstance(value, str) and str(uuid.UUID(value)) == value:
+            return value
+    except ValueError:
+        pass
+    raise exc.InvalidValue(
+        what, value, "a uuid, as 8be4df61-93ca-11d2-aa0d-00e098032b8c"
+    )
+
+
+def check_instance(instance: Instance) -> None:
+    """:raises InvalidValue: an id, text or number of it is not acceptable."""
+    _check_types("instance", instance, Instance)
+    check_id("instance id", instance.id)
+    for what, text in (
+        ("project id", instance.project_id),
+        ("name of the instance", instance.name),
+        ("availability zone", instance.availability_zone or ""),
+    ):
+        if len(text) > 255 or not _PRINTABLE.fullmatch(text):
+            raise exc.InvalidValue(what, text, "printable, of at most 255 characters")
+    if instance.image == "":
+        raise exc.InvalidValue("image of the instance", "", "None, or not empty")
+    flavor = instance.flavor
+    if flavor is None:
+        return
+    for name in ("root_gb", "ephemeral_gb", "swap_mb"):
+        number = getattr(flavor, name)
+        if number < 0:
+            raise exc.InvalidValue(
+                f"{name} of flavor {flavor.name!r}", number, "a whole number, 0 or more"
+            )
+
+
+def check_flavor(flavor: Flavor | None, override: bool) -> None:
+    """Extra specs.
+
+    :param override: whether a flavor may choose the backend on this host.
+    :raises PlacementRefused: a key that is not known, or not allowed here.
+    :raises InvalidValue: a value that cannot be.
+    """
+    if flavor is None:
+        return
+    for key, value in flavor.extra_specs.items():
+        where = f"extra spec {key!r} of flavor {flavor.name!r}"
+        if key in QUOTA_KEYS:
+            if not re.fullmatch(r"[0-9]{1,18}", value):
+                raise exc.InvalidValue(where, value, "a whole number")
+        elif key.startswith(PREFIX):
+            _check_key(flavor, key, override)
+            if not value or len(value) > 255 or not _PRINTABLE.fullmatch(value):
+                raise exc.InvalidValue(where, value, "a name")
+    for unit in ("bytes", "iops"):
+        keys = [f"{QUOTA_PREFIX}{way}_{unit}_sec" for way in ("read", "write")]
+        total = f"{QUOTA_PREFIX}total_{unit}_sec"
+        parts = [key for key in keys if int(flavor.extra_specs.get(key, 0))]
+        if parts and int(flavor.extra_specs.get(total, 0)):
+            raise exc.InvalidValue(
+                f"extra specs of flavor {flavor.name!r}",
+                [total, *parts],
+                "either the total or read and write: QEMU cannot have both",
+            )
+
+
+def _check_key(flavor: Flavor, key: str, override: bool) -> None:
+    if key not in FLAVOR_KEYS:
+        raise exc.PlacementRefused(
+            f"flavor {flavor.name!r} has the unknown extra spec {key!r}: known are "
+            f"{', '.join(FLAVOR_KEYS)}",
+            flavor=flavor.name,
+            key=key,
+        )
+    if not override:
+        raise exc.PlacementRefused(
+            f"flavor {flavor.name!r} has {key!r}, but [imagebackend] "
+            f"allow_flavor_override is off on this host",
+            flavor=flavor.name,
+            key=key,
+        )
+
+
+def check_specs(disks: Sequence[DiskSpec]) -> None:
+    """What holds before names are derived. :raises InvalidValue:"""
+    if len(disks) > _MAX_DISKS:
+        raise exc.InvalidValue("number of disks", len(disks), f"at most {_MAX_DISKS}")
+    for spec in disks:
+        _check_types("disk", spec, DiskSpec)
+        if spec.size < 0:
+            raise exc.InvalidValue(
+                f"size of disk {spec.name or str(spec.role)!r}",
+                spec.size,
+                "a whole number of bytes, 0 or more",
+            )
+
+
+def check_spec(spec: DiskSpec) -> None:
+    """One disk, with its name. :raises InvalidValue:"""
+    what = f"disk {spec.name!r}"
+    if not _NAME.fullmatch(spec.name):
+        raise exc.InvalidValue(
+            "name of a disk",
+            spec.name,
+            "at most 40 characters of a-z, 0-9, - and _, no - or _ first",
+        )
+    given = [key for key in _CONTENTS if getattr(spec, key) is not None]
+    for key in given:
+        if not getattr(spec, key):
+            raise exc.InvalidValue(f"{key} of {what}", "", "left out, or not empty")
+    if len(given) > 1:
+        raise exc.InvalidValue(
+            f"content of {what}", given, f"one of {', '.join(_CONTENTS)}"
+        )
+    if not given and not spec.size:
+        raise exc.InvalidValue(
+            f"size of {what}", 0, f"given, or one of {', '.join(_CONTENTS)}"
+        )
+    if spec.disk is not None:
+        check_id(f"id of the existing disk for {what}", spec.disk)
+    if spec.base is not None:
+        check_id(f"id of the base disk for {what}", spec.base)
+    if spec.fs is not None and given:
+        raise exc.InvalidValue(
+            f"file system of {what}", spec.fs, f"left out beside {given[0]}"
+        )
+    if spec.fs not in (None, DEFAULT_FS, *_FILE_SYSTEMS):
+        raise exc.InvalidValue(
+            f"file system of {what}", spec.fs, f"one of {', '.join(_FILE_SYSTEMS)}"
+        )
+    if spec.label is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,16}", spec.label):
+        raise exc.InvalidValue(
+            f"label of {what}", spec.label, "1 to 16 of A-Z, a-z, 0-9, ., -, _"
+        )
+    if spec.path is not None:
+        _check_path(what, spec.path)
+
+
+def _check_path(what: str, path: str) -> None:
+    if not os.path.isabs(path) or not _PRINTABLE.fullmatch(path):
+        raise exc.InvalidValue(f"path of {what}", path, "an absolute path")
+    if not os.path.isfile(path):
+        raise exc.InvalidValue(f"path of {what}", path, "an existing file")
+    size = os.stat(path).st_size
+    if not 0 < size <= _MAX_CONFIG_DRIVE:
+        raise exc.InvalidValue(
+            f"size of {path}", size, f"between 1 and {_MAX_CONFIG_DRIVE} bytes"
+        )
+
+
+def file_digest(path: str) -> str:
+    """:raises InvalidValue: the file cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise exc.InvalidValue(
+            "file of a disk", path, f"readable ({error.strerror})"
+        ) from error
+
+
+# --- types --------------------------------------------------------------------
+
+
+def _check_types(what: str, value: object, cls: Any) -> None:
+    """A caller without a type checker may pass anything; it shall not get far."""
+    if not isinstance(value, cls):
+        raise exc.InvalidValue(what, value, f"of class {cls.__name__}")
+    for name, hint in _hints(cls).items():
+        found = getattr(value, name)
+        if dataclasses.is_dataclass(found):
+            _check_types(f"{name} of {what}", found, type(found))
+        if not _fits(found, hint):
+            raise exc.InvalidValue(f"{name} of {what}", found, _named(hint))
+
+
+@functools.cache
+def _hints(cls: Any) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        return any(_fits(value, each) for each in typing.get_args(hint))
+    if origin is not None:  # a mapping of texts
+        return isinstance(value, Mapping) and all(
+            isinstance(each, str) for pair in value.items() for each in pair
+        )
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return isinstance(value, hint)
+    # bool is an int to Python, not to anybody who asks for a size.
+    return type(value) is hint or (hint is str and isinstance(value, str))
+
+
+def _named(hint: Any) -> str:
+    if typing.get_origin(hint) is types.UnionType:
+        names = [_named(each) for each in typing.get_args(hint)]
+        return " or ".join(names)
+    if typing.get_origin(hint) is not None:
+        return "a mapping of texts to texts"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return "one of " + ", ".join(f"{hint.__name__}.{each.name}" for each in hint)
+    kinds = {int: "a whole number", str: "text", bool: "true or false"}
+    if hint is type(None):
+        return "None"
+    return kinds.get(hint, f"of class {hint.__name__}")
