@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from imagebackend import exceptions as exc
 from imagebackend import processes
 from imagebackend.actions.context import Context
-from imagebackend.backends.loader import installed
+from imagebackend.backends.loader import Backends, installed
 from imagebackend.libvirt import guest, xml
 from imagebackend.model import BackendStatus, Finding, Severity
 from imagebackend.store.schema import REVISION
@@ -18,10 +18,13 @@ from imagebackend.store.schema import REVISION
 def backends(ctx: Context) -> Sequence[BackendStatus]:
     """See :meth:`imagebackend.manager.DiskManager.backends`."""
     found = []
+    # Nothing is made here, so there may be no store to have the deployment's id, which
+    # no check needs.
+    backends = Backends(ctx.conf, lambda: "")
     for name in ctx.backends.names:
         findings: Sequence[Finding]
         try:
-            findings = ctx.backends.get(name).check()
+            findings = backends.get(name).check()
         except exc.ImageBackendError as error:
             findings = [Finding(Severity.ERROR, name, error.message)]
         found.append(

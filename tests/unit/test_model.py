@@ -135,7 +135,7 @@ ARROWS = {
     "conf": {"exceptions"},
     "processes": {"exceptions"},
     "local_files": {"exceptions", "model"},
-    "host": {"exceptions", "model", "processes"},
+    "host": {"exceptions", "model", "processes", "local_files"},
     "validation": {"exceptions", "model"},
     "qemu_img": {"exceptions", "model", "processes", "conf"},
     "images": {
