@@ -26,13 +26,14 @@ class Result:
 
     :ivar bare: what the other side ran, or what the limit is of.
     :ivar ours: seconds, or what ``unit`` says.
+    :ivar limit: None: there only to compare.
     """
 
     name: str
     bare: str
     ours: float
     theirs: float | None
-    limit: float
+    limit: float | None
     unit: str = "s"
 
     @property
@@ -42,14 +43,18 @@ class Result:
 
     @property
     def within(self) -> bool:
-        return self.value <= self.limit
+        return self.limit is None or self.value <= self.limit
 
     def line(self) -> str:
         sides = f"{_number(self.ours, self.unit):>12}"
         sides += f"{_number(self.theirs, self.unit) if self.theirs else '-':>12}"
-        limit = f"{self.limit:g}" + ("x" if self.theirs else f" {self.unit}")
+        limit = "-"
+        if self.limit is not None:
+            limit = f"{self.limit:g}" + ("x" if self.theirs else f" {self.unit}")
         value = f"{self.value:.2f}x" if self.theirs else ""
         verdict = "ok" if self.within else "OVER THE LIMIT"
+        if self.limit is None:
+            verdict = "to compare"
         return f"{self.name:24}{sides}{value:>8}{limit:>12}  {verdict}"
 
 
