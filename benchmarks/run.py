@@ -188,9 +188,9 @@ def nova_peer(folder: Path, runs: int) -> list[Result]:
         run([sys.executable, "-m", "venv", str(environment)])
     try:
         run([str(python), "-m", "pip", "-q", "install", NOVA])
+        peer = Path(__file__).with_name("nova_peer.py")
         done = subprocess.run(
-            [python, "-W", "ignore", Path(__file__).with_name("nova_peer.py")]
-            + [folder, str(runs)],
+            [python, "-W", "ignore", peer, folder, str(runs)],
             check=True,
             capture_output=True,
             text=True,

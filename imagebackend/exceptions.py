@@ -18,7 +18,10 @@ into it, it steers no terminal. No message holds a secret.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
+
+_LINE_END = re.compile(r"[ \t]*[\r\n]+[ \t]*")
 
 
 class ImageBackendError(Exception):
@@ -238,11 +241,11 @@ def _show(value: object, limit: int = 80) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Escape what is not for printing: control characters, halves of characters,
-    marks that turn the direction of text."""
+    """Join lines; escape what is not for printing: control characters, halves of
+    characters, marks that turn the direction of text."""
     if text.isprintable():
         return text
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
-        for each in text.strip()
+        for each in _LINE_END.sub(" ", text.strip())
     )

@@ -284,10 +284,15 @@ class BlockSource:
 
 @dataclass(frozen=True, slots=True)
 class NetworkHost:
-    """One address of a storage: a name or an IP address without brackets."""
+    """One address of a storage: a name, an IP address without brackets, or the
+    absolute path of a socket."""
 
     name: str
     port: int | None = None
+
+    @property
+    def unix(self) -> bool:
+        return self.port is None and self.name.startswith("/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,17 +325,22 @@ class NetworkSource:
                 opts["user"] = self.user
             if self.conf:
                 opts["conf"] = self.conf
-        elif self.protocol == "nbd":
+        elif self.protocol == "nbd" and self.hosts:
             host = self.hosts[0]
             opts["export"] = self.name
             opts["server"] = (
                 {"type": "unix", "path": host.name}
-                if host.port is None
-                else {"type": "inet", "host": host.name, "port": str(host.port)}
+                if host.unix
+                else {
+                    "type": "inet",
+                    "host": host.name,
+                    "port": str(host.port or 10809),
+                }
             )
         else:
             raise exc.NotSupported(
-                f"qemu-img cannot be pointed at a disk of protocol {self.protocol!r}",
+                f"qemu-img cannot be pointed at a disk of protocol {self.protocol!r} "
+                f"with {len(self.hosts)} addresses",
                 protocol=self.protocol,
             )
         return {"driver": self.format, "file": opts}
@@ -694,7 +704,8 @@ def from_json(cls: type[T], data: Any) -> T:
     """The dataclass ``cls`` from :func:`to_json`'s result.
 
     Fields that this version does not know are ignored, so that a newer writer may
-    add one; a missing field without a default is an :class:`~.InvalidValue`.
+    add one; a missing field without a default, or a value that is not of the field's
+    type, is an :class:`~.InvalidValue`.
     """
     result: T = _decode(cls, data)
     return result
@@ -717,38 +728,70 @@ def _decode(hint: Any, data: Any) -> Any:
         except ValueError:
             choices = ", ".join(str(member.value) for member in hint)
             raise exc.InvalidValue(hint.__name__, data, f"one of {choices}") from None
-    if origin is not None and isinstance(data, list):
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(data, Mapping):
+            raise exc.InvalidValue("a mapping", data, "a JSON object")
+        (_, item) = typing.get_args(hint)
+        return {str(key): _decode(item, value) for key, value in data.items()}
+    if origin is not None:
+        if not isinstance(data, list | tuple):
+            raise exc.InvalidValue("a sequence", data, "a JSON array")
         (item, *_) = typing.get_args(hint)
         return tuple(_decode(item, value) for value in data)
+    if hint in _PLAIN and type(data) is not hint:
+        # A whole number is a fraction too; but true is no number to anybody.
+        if hint is float and type(data) is int:
+            return float(data)
+        raise exc.InvalidValue("a value", data, _PLAIN[hint])
     return data
+
+
+_PLAIN: Mapping[Any, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def _decode_union(members: tuple[Any, ...], data: Any) -> Any:
     if data is None:
         return None
     candidates = [member for member in members if member is not type(None)]
-    if isinstance(data, Mapping) and "kind" in data:
-        for member in candidates:
-            if getattr(member, "kind", None) == data["kind"]:
-                return _decode(member, data)
-    return _decode(candidates[0], data)
+    kinds = {each.kind: each for each in candidates if hasattr(each, "kind")}
+    if not kinds:
+        return _decode(candidates[0], data)
+    kind = data.get("kind") if isinstance(data, Mapping) else data
+    if not isinstance(kind, str) or kind not in kinds:
+        raise exc.InvalidValue("kind", kind, "one of " + ", ".join(kinds))
+    return _decode(kinds[kind], data)
 
 
 def _decode_dataclass(cls: type, data: Any) -> Any:
     if not isinstance(data, Mapping):
         raise exc.InvalidValue(cls.__name__, data, "a JSON object")
     hints = _hints(cls)
-    values = {
-        item.name: _decode(hints[item.name], data[item.name])
-        for item in dataclasses.fields(cls)
-        if item.name in data
-    }
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise exc.InvalidValue(cls.__name__, sorted(data), f"complete ({error})") from (
-            None
-        )
+    values = {}
+    for item in dataclasses.fields(cls):
+        if item.name in data:
+            try:
+                values[item.name] = _decode(hints[item.name], data[item.name])
+            except exc.InvalidValue as error:
+                raise exc.InvalidValue(
+                    f"{item.name} of {cls.__name__}",
+                    error.values["value"],
+                    str(error.values["wanted"]),
+                ) from None
+        elif (
+            item.default is dataclasses.MISSING
+            and item.default_factory is dataclasses.MISSING
+        ):
+            raise exc.InvalidValue(
+                cls.__name__,
+                sorted(map(str, data)),
+                f"complete: {item.name} is missing",
+            )
+    return cls(**values)
 
 
 def dumps(value: Any) -> str:

@@ -5,7 +5,6 @@ and placements. No effect: everything that can be refused is refused here."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,12 +34,15 @@ from imagebackend.validation import (
     check_spec,
     check_specs,
     file_digest,
+    file_size,
+    truth,
 )
 
 _CHOICES = ("backend", "volume_type", "pool")
 _ROLE_PREFIX = {Role.EPHEMERAL: "ephemeral_", Role.SWAP: "swap_"}
 _DEVICE_PREFIX = {"virtio": "vd", "scsi": "sd", "sata": "sd", "usb": "sd", "ide": "hd"}
-_TRUE = ("true", "1", "yes", "on")
+#: Devices that a bus has room for, where that is few.
+_ROOM = {"ide": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,15 @@ class Selection:
         check_specs(disks)
         specs = _with_names(_with_flavor(instance, disks))
         image = self._image(instance.image) if instance.image else None
-        return [self._resolve(instance, spec, image) for spec in specs]
+        wanted = [self._resolve(instance, spec, image) for spec in specs]
+        _check_sums(instance, wanted)
+        for bus, room in _ROOM.items():
+            number = sum(each.bus == bus for each in wanted)
+            if number > room:
+                raise exc.InvalidValue(
+                    f"number of disks on bus {bus}", number, f"at most {room}"
+                )
+        return wanted
 
     def resized(
         self, instance: Instance, disks: Sequence[DiskSpec], sizes: Mapping[str, int]
@@ -143,8 +153,10 @@ class Selection:
             if spec.disk:
                 continue
             backend, pool, volume_type, why = self._choose(instance, spec, None)
-            size = spec.size or sizes.get(spec.name, 0)
-            self._limit(f"disk {spec.name!r} of instance {instance.id}", size)
+            present = sizes.get(spec.name, 0)
+            size = spec.size or present
+            if size > present:
+                self._limit(f"disk {spec.name!r} of instance {instance.id}", size)
             recipe = Recipe(
                 spec.role,
                 spec.lifecycle,
@@ -155,6 +167,7 @@ class Selection:
                 shareable=spec.shareable,
             )
             result.append(Wanted(spec.name, "", recipe, why=why))
+        _check_sums(instance, result)
         return result
 
     def place(
@@ -203,16 +216,15 @@ class Selection:
             image = None
         teller = root_image or image
         properties = teller.properties if teller else {}
-        if properties.get("hw_ephemeral_encryption", "").lower() in (
-            "true",
-            "1",
-            "yes",
-        ):
-            raise exc.PlacementRefused(
-                f"instance {instance.id}: image property hw_ephemeral_encryption asks "
-                f"for encrypted disks, which this version cannot make: use a volume "
-                f"type that encrypts, or an image without the property",
-            )
+        for each in (root_image, image):
+            if each and truth(each.properties.get("hw_ephemeral_encryption")):
+                raise exc.PlacementRefused(
+                    f"instance {instance.id}: property hw_ephemeral_encryption of "
+                    f"image {each.id} asks for encrypted disks, which this version "
+                    f"cannot make: use a volume type that encrypts, or an image "
+                    f"without the property",
+                    image=each.id,
+                )
         iso = image is not None and image.disk_format == "iso"
         cdrom = spec.cdrom or iso
         bus = self._bus(spec, cdrom, properties)
@@ -234,7 +246,7 @@ class Selection:
             label=spec.label,
             shareable=spec.shareable,
             cdrom=cdrom,
-            quiesce=properties.get("os_require_quiesce", "").lower() in _TRUE,
+            quiesce=truth(properties.get("os_require_quiesce")),
         )
         return Wanted(spec.name, bus, recipe, image=image, why=why)
 
@@ -242,8 +254,14 @@ class Selection:
         name = f"disk {spec.name!r} of instance {instance.id}"
         needs = 0
         if image is not None:
-            needs = image.virtual_size or 0
             minimum = image.min_disk_gb * GiB
+            # A disk of the image's own size has room for what the image asks for.
+            if image.virtual_size:
+                needs = (
+                    image.virtual_size
+                    if spec.size
+                    else max(image.virtual_size, minimum)
+                )
             if spec.size and spec.size < minimum:
                 raise exc.SizeRefused(
                     f"{name} has {spec.size} bytes, but image {image.id} asks for "
@@ -254,7 +272,7 @@ class Selection:
         elif spec.base:
             needs = self._base(spec.base)
         elif spec.path:
-            needs = os.stat(spec.path).st_size
+            needs = file_size(f"path of disk {spec.name!r}", spec.path)
         size = spec.size or self._size_of_content(instance, spec, image, needs)
         if size < needs:
             raise exc.SizeRefused(
@@ -288,9 +306,9 @@ class Selection:
             limit = self._conf.imagebackend.max_image_root_gb
             if needs > limit * GiB:
                 raise exc.SizeRefused(
-                    f"flavor {instance.flavor.name!r} has root_gb 0 and image "
-                    f"{image.id} needs {needs} bytes: [imagebackend] "
-                    f"max_image_root_gb allows {limit} GiB",
+                    f"neither flavor {instance.flavor.name!r} nor a disk's own size "
+                    f"limits the root disk, and image {image.id} needs {needs} bytes: "
+                    f"[imagebackend] max_image_root_gb allows {limit} GiB",
                     size=needs,
                     limit=limit * GiB,
                 )
@@ -299,21 +317,23 @@ class Selection:
     def _fs(self, spec: DiskSpec, properties: Mapping[str, str]) -> str | None:
         if spec.fs != DEFAULT_FS:
             return spec.fs
-        if properties.get("os_type") == "windows":
+        if properties.get("os_type", "").lower() == "windows":
             return "vfat"
         default: str = self._conf.imagebackend.default_ephemeral_format
         return default
 
     def _bus(self, spec: DiskSpec, cdrom: bool, properties: Mapping[str, str]) -> str:
-        found = spec.bus or properties.get("hw_cdrom_bus" if cdrom else "hw_disk_bus")
+        key = "hw_cdrom_bus" if cdrom else "hw_disk_bus"
+        what, found = f"bus of disk {spec.name!r}", spec.bus
+        if found is None and properties.get(key) is not None:
+            what, found = f"{what}, by image property {key},", properties[key]
         if found is None:
-            found = "sata" if cdrom else self._conf.imagebackend.default_bus
-        if found not in BUSES or (cdrom and found in ("virtio", "usb")):
-            allowed = ("scsi", "sata", "ide") if cdrom else BUSES
-            raise exc.InvalidValue(
-                f"bus of disk {spec.name!r}", found, "one of " + ", ".join(allowed)
-            )
-        return str(found)
+            default: str = self._conf.imagebackend.default_bus
+            found = "sata" if cdrom else default
+        allowed = ("scsi", "sata", "ide") if cdrom else BUSES
+        if found not in allowed:
+            raise exc.InvalidValue(what, found, "one of " + ", ".join(allowed))
+        return found
 
     # --- the backend ---------------------------------------------------------
 
@@ -357,21 +377,9 @@ class Selection:
         return self._default(spec.role), None, None, "host"
 
     def _backend_for(self, who: str, choice: dict[str, str | None], role: Role) -> str:
-        name = choice.get("backend")
-        if name is None and choice.get("volume_type"):
-            able = [
-                candidate
-                for candidate in self._backends.names
-                if self._backends.driver(candidate).VOLUME_TYPES
-            ]
-            if not able:
-                raise exc.PlacementRefused(
-                    f"{who} asks for volume type {choice['volume_type']!r}, but no "
-                    f"backend of this host has volume types: "
-                    f"{', '.join(self._backends.names)}",
-                    volume_type=choice["volume_type"],
-                )
-            return able[0]
+        name, volume_type = choice.get("backend"), choice.get("volume_type")
+        if name is None and volume_type:
+            return self._with_volume_types(who, volume_type)
         if name is None:
             return self._default(role)
         if name not in self._backends.names:
@@ -382,7 +390,31 @@ class Selection:
                 backend=name,
                 accepted=self._backends.names,
             )
+        if volume_type and not self._backends.driver(name).VOLUME_TYPES:
+            raise exc.PlacementRefused(
+                f"{who} asks for volume type {volume_type!r} of backend {name!r}, "
+                f"which has no volume types",
+                backend=name,
+                volume_type=volume_type,
+            )
         return name
+
+    def _with_volume_types(self, who: str, volume_type: str) -> str:
+        """The first backend that has them; one that cannot be loaded hides no other."""
+        broken: exc.HostError | None = None
+        for name in self._backends.names:
+            try:
+                if self._backends.driver(name).VOLUME_TYPES:
+                    return name
+            except exc.HostError as error:
+                broken = broken or error
+        if broken is not None:
+            raise broken
+        raise exc.PlacementRefused(
+            f"{who} asks for volume type {volume_type!r}, but no backend of this host "
+            f"has volume types: {', '.join(self._backends.names)}",
+            volume_type=volume_type,
+        )
 
     def _default(self, role: Role) -> str:
         host = self._conf.imagebackend
@@ -421,15 +453,12 @@ def _with_flavor(instance: Instance, disks: Sequence[DiskSpec]) -> list[DiskSpec
         specs.append(DiskSpec(role=Role.ROOT, size=size, image=instance.image))
     others = [spec for spec in disks if spec.role is not Role.ROOT]
     if flavor:
-        specs += _limited(instance, flavor, others)
+        specs += _derived(flavor, others)
     return specs + others
 
 
-def _limited(
-    instance: Instance, flavor: Flavor, others: Sequence[DiskSpec]
-) -> list[DiskSpec]:
-    """Ephemeral and swap disks that the flavor has and nobody declared; what was
-    declared must fit into the flavor, in sum."""
+def _derived(flavor: Flavor, others: Sequence[DiskSpec]) -> list[DiskSpec]:
+    """Ephemeral and swap disks that the flavor has and nobody declared."""
     derived: list[DiskSpec] = []
     for role, total, spec in (
         (
@@ -439,24 +468,45 @@ def _limited(
         ),
         (Role.SWAP, flavor.swap_mb * MiB, DiskSpec(role=Role.SWAP, fs="swap")),
     ):
-        declared = [
-            other
-            for other in others
-            if other.role is role
+        declared = any(
+            other.role is role
             and other.lifecycle is Lifecycle.EPHEMERAL
             and not (other.disk or other.shareable)
-        ]
-        asked = sum(other.size for other in declared)
-        if asked > total:
-            raise exc.SizeRefused(
-                f"instance {instance.id}: its {role} disks sum up to {asked} bytes, "
-                f"flavor {flavor.name!r} allows {total}",
-                size=asked,
-                limit=total,
-            )
+            for other in others
+        )
         if total and not declared:
             derived.append(dataclasses.replace(spec, size=total))
     return derived
+
+
+def _check_sums(instance: Instance, wanted: Iterable[Wanted]) -> None:
+    """What was declared must fit into the flavor, in sum and at its real size.
+
+    :raises SizeRefused:
+    """
+    flavor = instance.flavor
+    if flavor is None:
+        return
+    limits = {
+        Role.EPHEMERAL: flavor.ephemeral_gb * GiB,
+        Role.SWAP: flavor.swap_mb * MiB,
+    }
+    recipes = [each.recipe for each in wanted if each.recipe is not None]
+    for role, limit in limits.items():
+        asked = sum(
+            recipe.size
+            for recipe in recipes
+            if recipe.role is role
+            and recipe.lifecycle is Lifecycle.EPHEMERAL
+            and not recipe.shareable
+        )
+        if asked > limit:
+            raise exc.SizeRefused(
+                f"instance {instance.id}: its {role} disks sum up to {asked} bytes, "
+                f"flavor {flavor.name!r} allows {limit}",
+                size=asked,
+                limit=limit,
+            )
 
 
 def _with_names(specs: Iterable[DiskSpec]) -> list[DiskSpec]:

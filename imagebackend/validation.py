@@ -14,12 +14,13 @@ import os
 import re
 import types
 import typing
+import unicodedata
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from imagebackend import exceptions as exc
-from imagebackend.model import DiskSpec, Flavor, Instance, MiB
+from imagebackend.model import DiskSpec, Flavor, GiB, Instance, KiB, MiB, Role
 
 PREFIX = "imagebackend:"
 QUOTA_PREFIX = "quota:disk_"
@@ -36,9 +37,15 @@ FLAVOR_KEYS = tuple(
 BUSES = ("virtio", "scsi", "sata", "ide", "usb")
 #: Stands for the host's default file system, or Windows' own.
 DEFAULT_FS = "default"
-_FILE_SYSTEMS = ("ext4", "xfs", "vfat", "swap")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
-_PRINTABLE = re.compile(r"[^\x00-\x1f\x7f]*")
+#: Longest label that each can have.
+_LABELS = {"ext4": 16, "xfs": 12, "vfat": 11, "swap": 16}
+#: Smallest disk that each can be made on, as its tools of today say.
+_SMALLEST = {"ext4": 256 * KiB, "xfs": 300 * MiB, "vfat": 64 * KiB, "swap": 40 * KiB}
+#: Control characters, halves of characters, ends of lines: Unicode's categories.
+_NOT_TEXT = ("Cc", "Cs", "Zl", "Zp")
+_MAX_SIZE = 2**63 - 1  # of a file on Linux, and of a number in the store
+_MAX_QUOTA = 10**15  # QEMU's own
 _MAX_CONFIG_DRIVE = 256 * MiB
 _MAX_DISKS = 256
 _CONTENTS = ("image", "base", "disk", "path")
@@ -65,19 +72,34 @@ def check_instance(instance: Instance) -> None:
         ("name of the instance", instance.name),
         ("availability zone", instance.availability_zone or ""),
     ):
-        if len(text) > 255 or not _PRINTABLE.fullmatch(text):
-            raise exc.InvalidValue(what, text, "printable, of at most 255 characters")
-    if instance.image == "":
-        raise exc.InvalidValue("image of the instance", "", "None, or not empty")
+        _check_text(what, text)
+    if instance.image is not None:
+        _check_text("image of the instance", instance.image, empty=False)
     flavor = instance.flavor
     if flavor is None:
         return
-    for name in ("root_gb", "ephemeral_gb", "swap_mb"):
+    _check_text("name of the flavor", flavor.name)
+    for name, unit in (("root_gb", GiB), ("ephemeral_gb", GiB), ("swap_mb", MiB)):
         number = getattr(flavor, name)
-        if number < 0:
+        if not 0 <= number * unit <= _MAX_SIZE:
             raise exc.InvalidValue(
-                f"{name} of flavor {flavor.name!r}", number, "a whole number, 0 or more"
+                f"{name} of flavor {flavor.name!r}",
+                number,
+                f"a whole number from 0 to {_MAX_SIZE // unit}",
             )
+
+
+def _check_text(what: str, text: str, *, empty: bool = True) -> None:
+    if not printable(text) or len(text) > 255 or not (empty or text):
+        least = 0 if empty else 1
+        raise exc.InvalidValue(what, text, f"printable, of {least} to 255 characters")
+
+
+def printable(text: str) -> bool:
+    """Whether it can be shown, stored, and written into XML."""
+    return text.isprintable() or not any(
+        unicodedata.category(each) in _NOT_TEXT for each in text
+    )
 
 
 def check_flavor(flavor: Flavor | None, override: bool) -> None:
@@ -92,12 +114,21 @@ def check_flavor(flavor: Flavor | None, override: bool) -> None:
     for key, value in flavor.extra_specs.items():
         where = f"extra spec {key!r} of flavor {flavor.name!r}"
         if key in QUOTA_KEYS:
-            if not re.fullmatch(r"[0-9]{1,18}", value):
-                raise exc.InvalidValue(where, value, "a whole number")
+            if not re.fullmatch(r"[0-9]{1,16}", value) or int(value) > _MAX_QUOTA:
+                raise exc.InvalidValue(
+                    where, value, f"a whole number from 0 to {_MAX_QUOTA}"
+                )
+        elif key == "hw:ephemeral_encryption" and truth(value):
+            raise exc.PlacementRefused(
+                f"flavor {flavor.name!r} has {key!r} {value!r}, which asks for "
+                f"encrypted disks: this version cannot make them; use a volume type "
+                f"that encrypts, or a flavor without the key",
+                flavor=flavor.name,
+                key=key,
+            )
         elif key.startswith(PREFIX):
             _check_key(flavor, key, override)
-            if not value or len(value) > 255 or not _PRINTABLE.fullmatch(value):
-                raise exc.InvalidValue(where, value, "a name")
+            _check_text(where, value, empty=False)
     for unit in ("bytes", "iops"):
         keys = [f"{QUOTA_PREFIX}{way}_{unit}_sec" for way in ("read", "write")]
         total = f"{QUOTA_PREFIX}total_{unit}_sec"
@@ -131,14 +162,38 @@ def check_specs(disks: Sequence[DiskSpec]) -> None:
     """What holds before names are derived. :raises InvalidValue:"""
     if len(disks) > _MAX_DISKS:
         raise exc.InvalidValue("number of disks", len(disks), f"at most {_MAX_DISKS}")
+    existing: set[str] = set()
     for spec in disks:
         _check_types("disk", spec, DiskSpec)
-        if spec.size < 0:
+        what = f"disk {spec.name or str(spec.role)!r}"
+        if not 0 <= spec.size <= _MAX_SIZE:
             raise exc.InvalidValue(
-                f"size of disk {spec.name or str(spec.role)!r}",
+                f"size of {what}",
                 spec.size,
-                "a whole number of bytes, 0 or more",
+                f"a whole number of bytes from 0 to {_MAX_SIZE}",
             )
+        if spec.role is Role.RESCUE:
+            raise exc.InvalidValue(
+                f"role of {what}", str(spec.role), "one that an instance is born with"
+            )
+        if spec.fs == DEFAULT_FS:
+            raise _no_file_system(what, spec.fs)
+        if spec.disk is not None and spec.disk in existing:
+            raise exc.InvalidValue(
+                f"id of the existing disk for {what}", spec.disk, "named once"
+            )
+        existing.add(spec.disk or "")
+
+
+def _no_file_system(what: str, fs: str) -> exc.InvalidValue:
+    return exc.InvalidValue(
+        f"file system of {what}", fs, f"one of {', '.join(_SMALLEST)}"
+    )
+
+
+def truth(value: object) -> bool:
+    """A property or extra spec that says yes, as OpenStack writes it."""
+    return str(value).strip().lower() in ("1", "t", "true", "on", "y", "yes")
 
 
 def check_spec(spec: DiskSpec) -> None:
@@ -151,9 +206,11 @@ def check_spec(spec: DiskSpec) -> None:
             "at most 40 characters of a-z, 0-9, - and _, no - or _ first",
         )
     given = [key for key in _CONTENTS if getattr(spec, key) is not None]
-    for key in given:
-        if not getattr(spec, key):
-            raise exc.InvalidValue(f"{key} of {what}", "", "left out, or not empty")
+    for key in ("image", "path", "backend", "pool", "volume_type"):
+        text = getattr(spec, key)
+        # A path may be as long as the kernel takes it.
+        if text is not None and (key != "path" or not text):
+            _check_text(f"{key} of {what}", text, empty=False)
     if len(given) > 1:
         raise exc.InvalidValue(
             f"content of {what}", given, f"one of {', '.join(_CONTENTS)}"
@@ -170,28 +227,66 @@ def check_spec(spec: DiskSpec) -> None:
         raise exc.InvalidValue(
             f"file system of {what}", spec.fs, f"left out beside {given[0]}"
         )
-    if spec.fs not in (None, DEFAULT_FS, *_FILE_SYSTEMS):
-        raise exc.InvalidValue(
-            f"file system of {what}", spec.fs, f"one of {', '.join(_FILE_SYSTEMS)}"
-        )
-    if spec.label is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,16}", spec.label):
-        raise exc.InvalidValue(
-            f"label of {what}", spec.label, "1 to 16 of A-Z, a-z, 0-9, ., -, _"
-        )
+    _check_file_system(what, spec)
+    if spec.role is Role.SWAP:
+        _check_swap(what, spec, given)
+    if spec.disk is not None:
+        for key in ("size", "backend", "pool", "volume_type", "label"):
+            if getattr(spec, key):
+                raise exc.InvalidValue(
+                    f"{key} of {what}",
+                    getattr(spec, key),
+                    "left out: the existing disk has its own",
+                )
     if spec.path is not None:
-        _check_path(what, spec.path)
+        file_size(f"path of {what}", spec.path)
 
 
-def _check_path(what: str, path: str) -> None:
-    if not os.path.isabs(path) or not _PRINTABLE.fullmatch(path):
-        raise exc.InvalidValue(f"path of {what}", path, "an absolute path")
+def _check_file_system(what: str, spec: DiskSpec) -> None:
+    if spec.fs not in (None, DEFAULT_FS, *_SMALLEST):
+        raise _no_file_system(what, str(spec.fs))
+    least = _SMALLEST.get(spec.fs or "", 0)
+    if spec.size < least:
+        raise exc.SizeRefused(
+            f"{what} has {spec.size} bytes: the file system {spec.fs} needs {least}",
+            size=spec.size,
+            needed=least,
+        )
+    longest = _LABELS.get(spec.fs or "", 16)
+    label = spec.label
+    if label is not None and not (
+        re.fullmatch(r"[A-Za-z0-9_.-]{1,16}", label) and len(label) <= longest
+    ):
+        raise exc.InvalidValue(
+            f"label of {what}", label, f"1 to {longest} of A-Z, a-z, 0-9, ., -, _"
+        )
+
+
+def _check_swap(what: str, spec: DiskSpec, given: Sequence[str]) -> None:
+    if given and given != ["disk"]:
+        raise exc.InvalidValue(
+            f"content of {what}", given, "left out: swap space is blank"
+        )
+    if spec.fs not in (None, "swap"):
+        raise exc.InvalidValue(f"file system of {what}", spec.fs, "swap")
+    if spec.shareable:
+        raise exc.InvalidValue(
+            f"shareable of {what}", True, "false: two guests would swap onto each other"
+        )
+
+
+def file_size(what: str, path: str) -> int:
+    """Bytes of a config drive. :raises InvalidValue: not a file that can be one."""
+    if not os.path.isabs(path) or not printable(path):
+        raise exc.InvalidValue(what, path, "an absolute path")
     if not os.path.isfile(path):
-        raise exc.InvalidValue(f"path of {what}", path, "an existing file")
-    size = os.stat(path).st_size
+        raise exc.InvalidValue(what, path, "an existing file")
+    size = os.path.getsize(path)
     if not 0 < size <= _MAX_CONFIG_DRIVE:
         raise exc.InvalidValue(
             f"size of {path}", size, f"between 1 and {_MAX_CONFIG_DRIVE} bytes"
         )
+    return size
 
 
 def file_digest(path: str) -> str:

@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from importlib import metadata
+from typing import Any
 
 from oslo_config import cfg
 from stevedore import driver as stevedore_driver
 from stevedore import exception as stevedore_exc
-from stevedore import extension
 
 from imagebackend import exceptions as exc
 from imagebackend.backends.base import Backend
+from imagebackend.conf import GROUPS, check_values
 from imagebackend.conf import backends as options
-from imagebackend.conf import check_values
 
 NAMESPACE = "imagebackend.backends"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 
 
 class Backends:
@@ -41,7 +43,15 @@ class Backends:
             raise exc.ConfigError(
                 "[imagebackend] enabled_backends is empty: name at least one backend"
             )
-        return names
+        for name in names:
+            if not _NAME.fullmatch(name) or name in GROUPS:
+                raise exc.ConfigError(
+                    f"[imagebackend] enabled_backends has {name!r}: a backend's name "
+                    f"is at most 40 letters, digits, -, _ and ., and none of "
+                    f"{', '.join(GROUPS)}",
+                    backend=name,
+                )
+        return list(dict.fromkeys(names))
 
     def get(self, name: str) -> Backend:
         """:raises ConfigError: not enabled, or its driver is not known.
@@ -77,29 +87,7 @@ class Backends:
 
     def _driver(self, name: str) -> type[Backend]:
         wanted = self.driver_name(name)
-        try:
-            manager: stevedore_driver.DriverManager[Any] = (
-                stevedore_driver.DriverManager(
-                    NAMESPACE,
-                    wanted,
-                    invoke_on_load=False,
-                    on_missing_entrypoints_callback=None,
-                )
-            )
-        except stevedore_exc.NoMatches as error:
-            cause = error.__cause__ or error.__context__
-            if isinstance(cause, ImportError):
-                raise _missing(name, wanted, cause) from cause
-            raise exc.ConfigError(
-                f"backend {name!r}: there is no driver {wanted!r}: set [{name}] driver "
-                f"to one of {', '.join(installed())}",
-                backend=name,
-                driver=wanted,
-                accepted=installed(),
-            ) from None
-        except ImportError as error:
-            raise _missing(name, wanted, error) from error
-        found = cast(type[Backend], manager.driver)
+        found = _import(name, wanted)
         self._conf.register_opts(list(found.OPTIONS), group=name)
         check_values(self._conf, name, found.OPTIONS)
         return found
@@ -107,8 +95,50 @@ class Backends:
 
 def installed() -> list[str]:
     """Names of the drivers that are installed, loadable or not."""
-    manager: Any = extension.ExtensionManager(NAMESPACE, invoke_on_load=False)
-    return sorted(set(manager.entry_points_names()))
+    return sorted({each.name for each in metadata.entry_points(group=NAMESPACE)})
+
+
+def _import(name: str, wanted: str) -> type[Backend]:
+    try:
+        manager: stevedore_driver.DriverManager[Any] = stevedore_driver.DriverManager(
+            NAMESPACE,
+            wanted,
+            invoke_on_load=False,
+            on_missing_entrypoints_callback=None,
+        )
+        found = manager.driver
+    except stevedore_exc.NoMatches:
+        raise exc.ConfigError(
+            f"backend {name!r}: there is no driver {wanted!r}: set [{name}] driver "
+            f"to one of {', '.join(installed())}",
+            backend=name,
+            driver=wanted,
+            accepted=installed(),
+        ) from None
+    except stevedore_exc.MultipleMatches as error:
+        raise exc.ConfigError(
+            f"backend {name!r}: several installed packages have a driver {wanted!r}: "
+            f"uninstall all but one",
+            backend=name,
+            driver=wanted,
+        ) from error
+    except ImportError as error:
+        raise _missing(name, wanted, error) from error
+    except Exception as error:  # whatever a stranger's module does when imported
+        raise exc.HostError(
+            f"backend {name!r}: driver {wanted!r} cannot be loaded: "
+            f"{type(error).__name__}: {error}",
+            backend=name,
+            driver=wanted,
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise exc.HostError(
+            f"backend {name!r}: driver {wanted!r} is not a class of backends, but "
+            f"{found!r}",
+            backend=name,
+            driver=wanted,
+        )
+    return found
 
 
 def _missing(name: str, wanted: str, error: ImportError) -> exc.MissingDependency:

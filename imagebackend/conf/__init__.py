@@ -15,6 +15,8 @@ from imagebackend import exceptions as exc
 from imagebackend.conf import backends, host, images, libvirt, qemu_img, store
 
 _MODULES = (host, store, images, qemu_img, libvirt)
+#: Groups that no backend can have.
+GROUPS = ("DEFAULT", *(module.GROUP.name for module in _MODULES))
 
 
 def register(conf: cfg.ConfigOpts) -> None:
@@ -32,8 +34,10 @@ def check_values(conf: cfg.ConfigOpts, group: str, options: Sequence[cfg.Opt]) -
     for option in options:
         try:
             conf[group][option.dest]
-        except (cfg.ConfigFileValueError, ValueError) as error:
+        except (cfg.Error, ValueError) as error:
             reason = str(error).rpartition("is not valid: ")[2]
+            if option.secret:
+                reason = "a $ in it must be written as $$"
             raise exc.ConfigError(
                 f"[{group}] {option.name} has a value that cannot be used: {reason}",
                 group=group,

@@ -54,6 +54,7 @@ OPTIONS = [
         "max_image_root_gb",
         default=0,
         min=0,
+        max=8_589_934_591,  # bytes of it fit into the store
         help="With a flavor of ``root_gb = 0``, the root disk has the image's "
         "virtual size up to so many GiB. 0: such a flavor is refused, since anybody "
         "who may upload an image could fill the host.",
@@ -62,6 +63,7 @@ OPTIONS = [
         "max_disk_gb",
         default=65536,
         min=1,
+        max=8_589_934_591,
         help="No disk may be larger, in GiB, whoever asks.",
     ),
     cfg.StrOpt(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from xml.etree import ElementTree as ET
@@ -25,6 +26,8 @@ from imagebackend.model import (
     Source,
 )
 
+#: Characters that no XML document may have.
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _CACHE_MODES = ("none", "writeback", "writethrough", "directsync", "unsafe")
 _KINDS = (FileSource.kind, BlockSource.kind, NetworkSource.kind)
 
@@ -50,6 +53,7 @@ def disk_xml(device: DiskDevice, connection: Connection, conf: cfg.ConfigOpts) -
     """The element as text.
 
     :raises ConfigError: ``cache_modes`` cannot be understood.
+    :raises HostError: a path has characters that XML has not.
     """
     source = connection.source
     disk = ET.Element(
@@ -57,9 +61,8 @@ def disk_xml(device: DiskDevice, connection: Connection, conf: cfg.ConfigOpts) -
     )
     _driver(disk, device, source, conf)
     _source(disk, source)
-    backing = getattr(source, "backing", None)
-    if isinstance(source, FileSource):
-        _backing(disk, backing)
+    # A chain that is not ended is one that libvirt looks for in the data.
+    _backing(disk, source.backing if isinstance(source, FileSource) else None)
     ET.SubElement(disk, "target", dev=device.device, bus=device.bus)
     if device.iotune:
         limits = ET.SubElement(disk, "iotune")
@@ -73,7 +76,13 @@ def disk_xml(device: DiskDevice, connection: Connection, conf: cfg.ConfigOpts) -
     if device.boot_order is not None:
         ET.SubElement(disk, "boot", order=str(device.boot_order))
     ET.indent(disk)
-    return ET.tostring(disk, encoding="unicode")
+    text = ET.tostring(disk, encoding="unicode")
+    if _NO_XML.search(text):
+        raise exc.HostError(
+            f"disk {device.serial} has a source that XML cannot name: {source}",
+            disk=device.serial,
+        )
+    return text
 
 
 def _driver(
@@ -94,7 +103,7 @@ def cache_modes(conf: cfg.ConfigOpts) -> dict[str, str]:
     """Cache mode by kind of source. :raises ConfigError:"""
     modes = {"file": "none", "block": "none", "network": "writeback"}
     for item in conf.imagebackend_libvirt.cache_modes:
-        kind, _, mode = item.partition("=")
+        kind, _, mode = (part.strip() for part in item.partition("="))
         if kind not in _KINDS or mode not in _CACHE_MODES:
             raise exc.ConfigError(
                 f"[imagebackend_libvirt] cache_modes has {item!r}: it must be one of "
@@ -136,7 +145,7 @@ def _network(parent: ET.Element, source: NetworkSource) -> None:
         parent, "source", protocol=source.protocol, name=source.name
     )
     for host in source.hosts:
-        if host.port is None and host.name.startswith("/"):
+        if host.unix:
             ET.SubElement(element, "host", transport="unix", socket=host.name)
             continue
         address = ET.SubElement(element, "host", name=host.name)

@@ -35,16 +35,27 @@ class Database:
     @property
     def url(self) -> sa.URL:
         configured = self._conf.imagebackend_store.connection
-        if configured:
-            try:
-                return sa.make_url(configured)
-            except sa_exc.ArgumentError:
-                raise exc.ConfigError(
-                    "[imagebackend_store] connection is not an SQLAlchemy URL, as "
-                    "mysql+pymysql://user:password@host/name"
-                ) from None
-        path = os.path.join(self._conf.imagebackend.state_path, "store", _SQLITE_FILE)
-        return sa.URL.create("sqlite", database=os.path.abspath(path))
+        if not configured:
+            state = self._conf.imagebackend.state_path
+            path = os.path.abspath(os.path.join(state, "store", _SQLITE_FILE))
+            return sa.URL.create("sqlite", database=path)
+        try:
+            url = sa.make_url(configured)
+        except (sa_exc.ArgumentError, ValueError):
+            # Their messages may quote the password.
+            raise exc.ConfigError(
+                "[imagebackend_store] connection is not an SQLAlchemy URL, as "
+                "mysql+pymysql://user:password@host/name"
+            ) from None
+        if url.get_backend_name() != "sqlite":
+            return url
+        name = url.database or ":memory:"
+        if name.startswith((":memory:", "file:")):
+            raise exc.ConfigError(
+                f"[imagebackend_store] connection names the SQLite database {name!r}: "
+                f"it must be the path of a file, or crashes lose what disks there are"
+            )
+        return url.set(database=os.path.abspath(name))
 
     @property
     def shared(self) -> bool:
@@ -93,15 +104,11 @@ class Database:
         """Bring the schema up to date; returns the revision before, None if new."""
         if not self.shared:
             self._make_file()
-        engine = self._connect()
-        try:
-            with self._errors():
-                before = self._version(engine)
-                self._refuse_newer(before)
-                _run_migrations(engine)
-                self._seed(engine)
-        finally:
-            engine.dispose()
+        with self._errors(), self._connected() as engine:
+            before = self._version(engine)
+            self._refuse_newer(before)
+            _run_migrations(engine)
+            self._seed(engine)
         return before
 
     def revision(self) -> str | None:
@@ -111,20 +118,17 @@ class Database:
         """
         if not self.shared and not os.path.exists(str(self.url.database)):
             return None
-        engine = self._connect()
-        try:
-            with self._errors():
-                return self._version(engine)
-        finally:
-            engine.dispose()
+        with self._errors(), self._connected() as engine:
+            return self._version(engine)
 
     def damage(self) -> str:
         """What SQLite's own check finds wrong; empty if nothing, or not SQLite."""
         if self.shared:
             return ""
         with self.reading() as connection:
-            answer = connection.exec_driver_sql("PRAGMA quick_check").scalar()
-        return "" if answer == "ok" else str(answer)
+            rows = connection.exec_driver_sql("PRAGMA quick_check(5)").all()
+        answers = [str(row[0]) for row in rows]
+        return "" if answers == ["ok"] else "; ".join(answers)
 
     def _open(self) -> sa.Engine:
         engine = self._engine
@@ -138,21 +142,25 @@ class Database:
     def _checked(self) -> sa.Engine:
         if not self.shared and self._make_file():
             self.upgrade()
-        engine = self._connect()
-        version = self._version(engine)
-        if version is None and not self.shared:
-            # Another process is making it, or died while it did.
-            self.upgrade()
+        with contextlib.ExitStack() as undo:
+            engine = self._connect()
+            undo.callback(engine.dispose)
             version = self._version(engine)
-        self._refuse_newer(version)
-        if version != schema.REVISION:
-            raise exc.StoreError(
-                f"the store {self.name} has schema {version or 'none'}, this version "
-                f"works with {schema.REVISION}: run `imagebackend db upgrade`",
-                store=self.name,
-                found=version,
-                wanted=schema.REVISION,
-            )
+            if version is None and not self.shared:
+                # Another process is making it, or died while it did.
+                self.upgrade()
+                version = self._version(engine)
+            self._refuse_newer(version)
+            if version != schema.REVISION:
+                raise exc.StoreError(
+                    f"the store {self.name} has schema {version or 'none'}, this "
+                    f"version works with {schema.REVISION}: run `imagebackend db "
+                    f"upgrade`",
+                    store=self.name,
+                    found=version,
+                    wanted=schema.REVISION,
+                )
+            undo.pop_all()
         return engine
 
     def _make_file(self) -> bool:
@@ -168,15 +176,19 @@ class Database:
             raise processes.space_error(error, path) from error
         return True
 
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[sa.Engine]:
+        """An engine for the block."""
+        engine = self._connect()
+        try:
+            yield engine
+        finally:
+            engine.dispose()
+
     def _connect(self) -> sa.Engine:
         url = self.url
         if url.get_backend_name() != "sqlite":
-            return sa.create_engine(url, pool_pre_ping=True)
-        if url.database in (None, "", ":memory:"):
-            raise exc.ConfigError(
-                "[imagebackend_store] connection names an SQLite database in memory: "
-                "it must be a file, or crashes lose what disks there are"
-            )
+            return sa.create_engine(url, pool_pre_ping=True, max_overflow=-1)
         if not self._conf.imagebackend_store.connection:
             with contextlib.suppress(FileNotFoundError):
                 os.chmod(os.path.dirname(str(url.database)), 0o700)
@@ -188,6 +200,8 @@ class Database:
                 "isolation_level": None,
                 "check_same_thread": False,
             },
+            # A thread waits for the database, never for another one's connection.
+            max_overflow=-1,
         )
         event.listen(engine, "connect", _sqlite_durable)
         return engine
@@ -227,6 +241,12 @@ class Database:
             raise self._translate(error) from error
         except sa_exc.NoSuchModuleError as error:
             raise exc.ConfigError(
+                f"[imagebackend_store] connection: SQLAlchemy knows no database "
+                f"{self.url.drivername!r}; it knows sqlite, mysql+pymysql, "
+                f"postgresql+psycopg and others"
+            ) from error
+        except sa_exc.ArgumentError as error:
+            raise exc.ConfigError(
                 f"[imagebackend_store] connection: {error}"
             ) from error
         except ModuleNotFoundError as error:
@@ -237,7 +257,7 @@ class Database:
 
     def _translate(self, error: sa_exc.DBAPIError) -> exc.ImageBackendError:
         reason = str(error.orig)
-        if "malformed" in reason or "not a database" in reason:
+        if any(each in reason for each in ("malformed", "not a database", "decode")):
             what = (
                 "is damaged: restore it from a backup; the disks are untouched, "
                 "`imagebackend audit` will list them"
@@ -270,6 +290,7 @@ def _run_migrations(engine: sa.Engine) -> None:
     # Alembic is needed only here, and costs as much as the rest together.
     from alembic import command
     from alembic.config import Config
+    from alembic.util import CommandError
 
     config = Config()
     config.set_main_option("script_location", "imagebackend.store:migrations")
@@ -277,4 +298,7 @@ def _run_migrations(engine: sa.Engine) -> None:
         if connection.dialect.name == "sqlite":
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        try:
+            command.upgrade(config, "head")
+        except CommandError as error:
+            raise exc.StoreError(f"the store cannot be upgraded: {error}") from error

@@ -18,12 +18,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from oslo_log import log
 from sqlalchemy import exc as sa_exc
 
 from imagebackend import exceptions as exc
 from imagebackend import processes
 from imagebackend.host import Host
 from imagebackend.store.rows import OperationRow, Store, Transaction
+
+LOG = log.getLogger(__name__)
 
 
 class Operation:
@@ -59,11 +62,19 @@ class Operation:
         tx.delete(self.row)
 
     def close(self) -> None:
-        """Let go of the lock; remove what belongs to the operation on this host."""
+        """Let go of the lock; remove what belongs to the operation on this host.
+
+        Again: nothing, since the number of the descriptor may be another file's by
+        then.
+        """
+        if self._fd < 0:
+            return
         shutil.rmtree(_workdir(self._host, self.id), ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):
+        # What a failing file system keeps of it, a sweep finds.
+        with contextlib.suppress(OSError):
             os.unlink(_lock_path(self._host, self.id))
         os.close(self._fd)
+        self._fd = -1
 
 
 class Operations:
@@ -93,8 +104,14 @@ class Operations:
             with processes.inheriting(operation.fd):
                 try:
                     yield operation
-                except BaseException:
-                    settle(operation)
+                except BaseException as error:
+                    try:
+                        settle(operation)
+                    except exc.ImageBackendError as trouble:
+                        # The first error is what the caller has to know; the row
+                        # stays, and recovery or the next verb tries again.
+                        error.add_note(f"not settled yet: {trouble.message}")
+                        LOG.error("cannot settle %s of %s: %s", verb, target, trouble)
                     raise
         finally:
             operation.close()
@@ -113,13 +130,17 @@ class Operations:
         """Whether the owner lives; None: not this host's, so not known."""
         if row.host_id != self._host.id:
             return None
-        path = _lock_path(self._host, row.id)
-        if not os.path.exists(path):
+        try:
+            fd = os.open(_lock_path(self._host, row.id), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
             return False
-        fd = _lock(path)
-        if fd is None:
+        try:
+            # Shared: those who only look do not take each other for the owner.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
             return True
-        os.close(fd)
+        finally:
+            os.close(fd)
         return False
 
     def sweep(self) -> list[str]:
@@ -137,15 +158,18 @@ class Operations:
                 continue
             # Locked first, then looked: a live owner inserts its row while it has
             # the lock.
-            with self._store.reading() as rows:
-                known = any(row.id == name for row in rows.operations(self._host.id))
-            if not known:
-                shutil.rmtree(_workdir(self._host, name), ignore_errors=True)
-                swept.append(name)
-            with contextlib.suppress(FileNotFoundError):
+            try:
+                with self._store.reading() as rows:
+                    known = any(
+                        row.id == name for row in rows.operations(self._host.id)
+                    )
                 if not known:
-                    os.unlink(path)
-            os.close(fd)
+                    shutil.rmtree(_workdir(self._host, name), ignore_errors=True)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+                    swept.append(name)
+            finally:
+                os.close(fd)
         return swept
 
     def _acquire(

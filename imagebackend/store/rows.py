@@ -191,12 +191,25 @@ def _out(values: Mapping[str, Any]) -> dict[str, Any]:
 def _in(cls: type[R], row: sa.Row[Any]) -> R:
     values = {}
     for key, value in row._mapping.items():
-        if key in _JSON_COLUMNS:
-            value = json.loads(value)
-        elif (cls, key) in _ENUMS:
-            value = _ENUMS[cls, key](value)
+        try:
+            if key in _JSON_COLUMNS:
+                value = json.loads(value)
+            elif (cls, key) in _ENUMS:
+                value = _ENUMS[cls, key](value)
+        except ValueError:
+            raise _damaged(_TABLES[cls].name, row, key, value) from None
         values[key] = value
     return cls(**values)
+
+
+def _damaged(table: str, row: sa.Row[Any], key: str, value: object) -> exc.StoreError:
+    identity = {name: row._mapping[name] for name in row._mapping if "id" in name}
+    return exc.StoreError(
+        f"the store's table {table} holds a row that cannot be read: {key} is "
+        f"{str(value)[:80]!r}, of {identity}",
+        table=table,
+        column=key,
+    )
 
 
 #: A row that is changed by compare-and-swap.
@@ -253,6 +266,14 @@ class Reader:
         rows = self._execute(_DISKS_BY_ID, {"ids": ids})
         found = {row.id: row for row in (_in(DiskRow, each) for each in rows)}
         mine.sort(key=lambda owner: owner.position)
+        for owner in mine:
+            if owner.disk_id not in found:
+                raise exc.StoreError(
+                    f"the store says that instance {instance_id} has disk "
+                    f"{owner.disk_id}, but has no row of that disk",
+                    instance=instance_id,
+                    disk=owner.disk_id,
+                )
         return [(owner, found[owner.disk_id]) for owner in mine]
 
     def generation(self, generation_id: str) -> GenerationRow | None:
