@@ -10,6 +10,7 @@ reports another format after a snapshot of a file-based type. Its answers can ge
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -241,7 +242,7 @@ class SlowRemoteBackend(Backend):
     def _drop_twins(self, gen: Generation, keep: str) -> None:
         for twin in self._mine(gen):
             if twin.id != keep:
-                self._again(lambda twin=twin: self._server.delete(twin.id))  # type: ignore[misc]
+                self._again(functools.partial(self._server.delete, twin.id))
 
     def _fill(self, gen: Generation, volume: Volume, fill: Fill) -> Path:
         target = self._server.path(volume)
@@ -282,7 +283,7 @@ class SlowRemoteBackend(Backend):
                     f"{', '.join(each.attachments)}",
                     hosts=list(each.attachments),
                 )
-            self._again(lambda each=each: self._server.delete(each.id))  # type: ignore[misc]
+            self._again(functools.partial(self._server.delete, each.id))
 
     # --- connect -----------------------------------------------------------------
 
@@ -313,7 +314,7 @@ class SlowRemoteBackend(Backend):
                 f"the attachment is of host {host}, not of {conn.host_id}", host=host
             )
         for each in self._mine(gen):
-            self._again(lambda each=each: self._server.detach(each.id, host))  # type: ignore[misc]
+            self._again(functools.partial(self._server.detach, each.id, host))
 
     # --- what there is -------------------------------------------------------------
 
