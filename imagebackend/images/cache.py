@@ -378,7 +378,7 @@ class ImageCache:
         path = os.path.join(self.path, "hosts", self._host.id)
         with _writing(self.path):
             for name in ("hosts", "locks", "tmp"):
-                os.makedirs(os.path.join(self.path, name), mode=0o711, exist_ok=True)
+                self._folder(name)
             if os.path.exists(path):
                 return
             # Disks are based on what is in the folder: it must outlive a power cut.
@@ -588,8 +588,7 @@ class ImageCache:
 
     def _remove(self, entry: str) -> None:
         """Out of sight by one rename, then for good."""
-        aside = os.path.join(self.path, "tmp", f"{entry}.{uuid.uuid4()}")
-        os.makedirs(os.path.dirname(aside), mode=0o711, exist_ok=True)
+        aside = os.path.join(self._folder("tmp"), f"{entry}.{uuid.uuid4()}")
         os.rename(self._path(entry), aside)
         fsync_path(self.path)
         _discard(aside)
@@ -617,6 +616,13 @@ class ImageCache:
 
     # --- parts -----------------------------------------------------------------
 
+    def _folder(self, name: str) -> str:
+        """A folder of the cache's own, made if need be; QEMU's user may enter it."""
+        path = os.path.join(self.path, name)
+        for each in (self.path, path):
+            os.makedirs(each, mode=0o711, exist_ok=True)
+        return path
+
     def _path(self, entry: str, *names: str) -> str:
         return os.path.join(self.path, entry, *names)
 
@@ -629,7 +635,7 @@ class ImageCache:
         number = int.from_bytes(hashlib.sha256(entry.encode()).digest()[:4]) % _STRIPES
         path = os.path.join(self.path, "locks", f"{number:02}")
         try:
-            os.makedirs(os.path.dirname(path), mode=0o711, exist_ok=True)
+            self._folder("locks")
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise processes.space_error(error, path) from error
