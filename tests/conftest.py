@@ -19,6 +19,17 @@ from imagebackend import DiskManager, Flavor, Instance
 from imagebackend.model import GiB, MiB
 
 
+#: Lines that tests want to be read, also when all is well.
+SUMMARY: list[str] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if SUMMARY:
+        terminalreporter.section("what was measured")
+    for line in SUMMARY:
+        terminalreporter.write_line(line)
+
+
 @dataclass
 class HostUnderTest:
     """A host: its folder, its configuration, and what fills its image folder."""
@@ -152,4 +163,4 @@ def read_disk(xml_source: object, offset: int = 0, length: int = MiB) -> bytes:
         target.unlink(missing_ok=True)
 
 
-__all__ = ["GiB", "HostUnderTest", "MiB", "read_disk"]
+__all__ = ["SUMMARY", "GiB", "HostUnderTest", "MiB", "read_disk"]

@@ -13,7 +13,6 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from imagebackend import DiskManager, Instance
 from imagebackend import exceptions as exc
-from tests.conftest import HostUnderTest, MiB
+from tests.conftest import SUMMARY, HostUnderTest, MiB
 
 #: What changes something outside of the process, or starts another one. Python
 #: 3.11 and glibc use the older ones; a newer one counts under its own name.
@@ -216,7 +215,7 @@ def every_kill(
     total = sum(points.values())
     line = ", ".join(f"{call} {count}" for call, count in points.items() if count)
     backend = scene.host.conf.imagebackend.default_backend or "qcow2"
-    print(f"\n{verb} ({backend}): {total} kill points: {line}", file=sys.stderr)
+    SUMMARY.append(f"{verb} ({backend}): {total} kill points: {line}")
     assert total > 10
 
 
