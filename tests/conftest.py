@@ -18,7 +18,6 @@ import imagebackend.conf
 from imagebackend import DiskManager, Flavor, Instance
 from imagebackend.model import GiB, MiB
 
-
 #: Lines that tests want to be read, also when all is well.
 SUMMARY: list[str] = []
 

@@ -146,7 +146,8 @@ ARROWS = {
     },
     "libvirt": {"exceptions", "model"},
     "store": {"exceptions", "model", "processes", "host"},
-    "selection": {"exceptions", "model", "backends", "validation"},
+    "specs": {"exceptions", "model", "validation"},
+    "selection": {"exceptions", "model", "backends", "validation", "specs"},
     "actions": {
         *("exceptions", "model", "processes", "host", "qemu_img", "images", "backends"),
         *("libvirt", "store", "selection", "validation"),
