@@ -86,8 +86,20 @@ class Prune(base.FindingLister):
         parser.add_argument(
             "--dry-run", action="store_true", help="only say what would be removed"
         )
+        parser.add_argument(
+            "--forget-host",
+            metavar="ID",
+            action="append",
+            default=[],
+            help="first drop the leases of another host that shared the cache and is "
+            "gone for good; repeatable",
+        )
 
     def findings(self, parsed_args: argparse.Namespace) -> Iterable[Finding]:
+        if parsed_args.forget_host and parsed_args.dry_run:
+            self.usage("--forget-host cannot be tried by --dry-run")
+        for host_id in parsed_args.forget_host:
+            self.manager.forget_host(host_id)
         return self.manager.prune(dry_run=parsed_args.dry_run)
 
     def conclusion(

@@ -99,7 +99,7 @@ class BackendList(base.Lister):
                 backend.name,
                 backend.driver,
                 backend.enabled,
-                str(worst),
+                str(worst) if backend.enabled else "",
                 "; ".join(says),
             )
 

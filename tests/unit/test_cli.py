@@ -804,3 +804,12 @@ def test_snapshot_goes_where_the_manager_is_told(
     monkeypatch.setattr(DiskManager, "snapshot", snapshot)
     run("disk", "snapshot", instance, "new", "--disk-format", "raw")
     assert told == [UploadTarget("new", disk_format="raw")]
+
+
+def test_a_host_that_is_gone_is_forgotten_only_by_its_id(
+    host: HostUnderTest, ok: Callable[..., Any], run: Run
+) -> None:
+    host.raw_image()
+    ok("cache", "prefetch", "raw-image")
+    assert run("cache", "prune", "--forget-host", "nobody").code == 1
+    assert run("cache", "prune", "--dry-run", "--forget-host", "x").code == 2
