@@ -116,8 +116,8 @@ def _mine(
                 mine = each
         elif not disk.shareable:
             raise exc.HostConflict(
-                f"disk {disk.id} is connected to host {each.host_id}: one host at a "
-                f"time, unless it is shareable",
+                f"disk {disk.id} is connected to host {rows.host_name(each.host_id)}: "
+                f"one host at a time, unless it is shareable",
                 disk=disk.id,
                 host=each.host_id,
             )

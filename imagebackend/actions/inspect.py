@@ -24,7 +24,13 @@ from imagebackend.model import (
     Inventory,
     Severity,
 )
-from imagebackend.store.rows import DiskRow, GenerationRow, OperationRow, OwnerRow
+from imagebackend.store.rows import (
+    DiskRow,
+    GenerationRow,
+    HostRow,
+    OperationRow,
+    OwnerRow,
+)
 
 LOG = log.getLogger(__name__)
 
@@ -122,7 +128,7 @@ def recover(ctx: Context, *, dry_run: bool) -> Iterator[Finding]:
         if alive is not False:
             live.add(operation.id)
             if alive is None:
-                yield _of_other_host(operation)
+                yield _of_other_host(ctx, operation)
         elif dry_run:
             yield Finding(
                 Severity.WARNING,
@@ -151,8 +157,14 @@ def recover(ctx: Context, *, dry_run: bool) -> Iterator[Finding]:
 
 def recover_at_start(ctx: Context) -> None:
     """Settle what died on this host, before its first verb; log what is left."""
+    me = HostRow(ctx.host.id, ctx.host.hostname)
     with ctx.store.reading() as rows:
-        operations = rows.operations(ctx.host.id)
+        operations = rows.operations(me.id)
+        known = rows.host(me.id)
+    if known != me:
+        with ctx.store.writing() as tx:
+            tx.delete(me)
+            tx.insert(me)
     for operation in operations:
         if ctx.operations.alive(operation) is False:
             for finding in _recover_one(ctx, operation):
@@ -192,12 +204,14 @@ def _died(operation: OperationRow) -> str:
     )
 
 
-def _of_other_host(operation: OperationRow) -> Finding:
+def _of_other_host(ctx: Context, operation: OperationRow) -> Finding:
     seconds = int(time.time() - operation.started_at)
+    with ctx.store.reading() as rows:
+        host = rows.host_name(operation.host_id)
     return Finding(
         Severity.WARNING,
         f"operation {operation.id}",
-        f"{operation.verb} of {operation.target} runs on host {operation.host_id} "
+        f"{operation.verb} of {operation.target} runs on host {host} "
         f"since {seconds} s: only that host can tell whether it lives",
         action="left as it is",
     )
@@ -213,7 +227,7 @@ def _audit_operation(ctx: Context, operation: OperationRow) -> Iterator[Finding]
             "run `imagebackend recover --apply`",
         )
     elif alive is None:
-        yield _of_other_host(operation)
+        yield _of_other_host(ctx, operation)
 
 
 def _audit_storage(ctx: Context, name: str, storages: set[str]) -> Iterator[Finding]:

@@ -385,16 +385,16 @@ def must_be_idle(ctx: Context, disk: DiskRow, owner: OwnerRow) -> None:
         attachments = [
             each
             for each in rows.attachments(disk.generation_id)
-            if each.instance_id == owner.instance_id
+            if each.instance_id == owner.instance_id and each.host_id != ctx.host.id
         ]
-    for each in attachments:
-        if each.host_id != ctx.host.id:
-            raise exc.HostConflict(
-                f"disk {owner.name!r} of instance {owner.instance_id} is connected to "
-                f"host {each.host_id}: let that host disconnect it first",
-                disk=disk.id,
-                host=each.host_id,
-            )
+        names = [rows.host_name(each.host_id) for each in attachments]
+    if attachments:
+        raise exc.HostConflict(
+            f"disk {owner.name!r} of instance {owner.instance_id} is connected to "
+            f"host {', '.join(names)}: let that host disconnect it first",
+            disk=disk.id,
+            host=attachments[0].host_id,
+        )
     if row is None or disk.shareable:
         return
     found = ctx.backend(row).stat(ctx.generation(row))

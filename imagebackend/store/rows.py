@@ -34,6 +34,14 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
+class HostRow:
+    """A host that has used the store. Its name is for people only."""
+
+    id: str
+    hostname: str
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceRow:
     id: str
     project_id: str
@@ -150,6 +158,7 @@ class OperationRow:
 
 
 _TABLES: dict[type, sa.Table] = {
+    HostRow: t.hosts,
     InstanceRow: t.instances,
     DiskRow: t.disks,
     OwnerRow: t.owners,
@@ -167,7 +176,8 @@ _ENUMS: dict[tuple[type, str], type] = {
 }
 
 Row = (
-    InstanceRow
+    HostRow
+    | InstanceRow
     | DiskRow
     | OwnerRow
     | GenerationRow
@@ -247,6 +257,14 @@ class Reader:
                 f"the store has no {key}: run `imagebackend db upgrade`", key=key
             )
         return str(value)
+
+    def host(self, host_id: str) -> HostRow | None:
+        return self._one(HostRow, id=host_id)
+
+    def host_name(self, host_id: str) -> str:
+        """A host for a message: its id, and its name if it is known."""
+        row = self.host(host_id)
+        return f"{host_id} ({row.hostname})" if row else host_id
 
     def instance(self, instance_id: str) -> InstanceRow | None:
         return self._one(InstanceRow, id=instance_id)
