@@ -42,6 +42,18 @@ class ImageBackendError(Exception):
     def message(self) -> str:
         return str(self.args[0])
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # From another process, whatever arguments the class takes.
+        return _again, (type(self), self.args, self.values)
+
+
+def _again(
+    cls: type[ImageBackendError], args: tuple[object, ...], values: dict[str, object]
+) -> ImageBackendError:
+    error = cls.__new__(cls, *args)
+    error.values = values
+    return error
+
 
 # --- the request -----------------------------------------------------------
 

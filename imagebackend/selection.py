@@ -14,7 +14,6 @@ from imagebackend import exceptions as exc
 from imagebackend.backends.loader import Backends
 from imagebackend.model import (
     DiskSpec,
-    Flavor,
     GiB,
     ImageInfo,
     Instance,
@@ -25,6 +24,7 @@ from imagebackend.model import (
     Role,
     Want,
 )
+from imagebackend.specs import specs_of
 from imagebackend.validation import (
     BUSES,
     DEFAULT_FS,
@@ -126,7 +126,7 @@ class Selection:
         check_instance(instance)
         check_flavor(instance.flavor, self._conf.imagebackend.allow_flavor_override)
         check_specs(disks)
-        specs = _with_names(_with_flavor(instance, disks))
+        specs = specs_of(instance, disks)
         image = self._image(instance.image) if instance.image else None
         wanted = [self._resolve(instance, spec, image) for spec in specs]
         _check_sums(instance, wanted)
@@ -149,7 +149,7 @@ class Selection:
         check_instance(instance)
         check_flavor(instance.flavor, self._conf.imagebackend.allow_flavor_override)
         result = []
-        for spec in _with_names(_with_flavor(instance, disks)):
+        for spec in specs_of(instance, disks):
             if spec.disk:
                 continue
             backend, pool, volume_type, why = self._choose(instance, spec, None)
@@ -436,49 +436,6 @@ class Selection:
         return str(name)
 
 
-# --- what the flavor gives ----------------------------------------------------
-
-
-def _with_flavor(instance: Instance, disks: Sequence[DiskSpec]) -> list[DiskSpec]:
-    """The caller's specs, and those that follow from flavor and image."""
-    flavor = instance.flavor
-    roots = [spec for spec in disks if spec.role is Role.ROOT]
-    if len(roots) > 1:
-        raise exc.InvalidValue("disks", [spec.name for spec in roots], "of one root")
-    specs: list[DiskSpec] = []
-    if roots:
-        specs.append(roots[0])
-    elif instance.image or (flavor and flavor.root_gb):
-        size = flavor.root_gb * GiB if flavor else 0
-        specs.append(DiskSpec(role=Role.ROOT, size=size, image=instance.image))
-    others = [spec for spec in disks if spec.role is not Role.ROOT]
-    if flavor:
-        specs += _derived(flavor, others)
-    return specs + others
-
-
-def _derived(flavor: Flavor, others: Sequence[DiskSpec]) -> list[DiskSpec]:
-    """Ephemeral and swap disks that the flavor has and nobody declared."""
-    derived: list[DiskSpec] = []
-    for role, total, spec in (
-        (
-            Role.EPHEMERAL,
-            flavor.ephemeral_gb * GiB,
-            DiskSpec(role=Role.EPHEMERAL, fs=DEFAULT_FS, label="ephemeral0"),
-        ),
-        (Role.SWAP, flavor.swap_mb * MiB, DiskSpec(role=Role.SWAP, fs="swap")),
-    ):
-        declared = any(
-            other.role is role
-            and other.lifecycle is Lifecycle.EPHEMERAL
-            and not (other.disk or other.shareable)
-            for other in others
-        )
-        if total and not declared:
-            derived.append(dataclasses.replace(spec, size=total))
-    return derived
-
-
 def _check_sums(instance: Instance, wanted: Iterable[Wanted]) -> None:
     """What was declared must fit into the flavor, in sum and at its real size.
 
@@ -507,30 +464,6 @@ def _check_sums(instance: Instance, wanted: Iterable[Wanted]) -> None:
                 size=asked,
                 limit=limit,
             )
-
-
-def _with_names(specs: Iterable[DiskSpec]) -> list[DiskSpec]:
-    taken: set[str] = set()
-    named: list[DiskSpec] = []
-    specs = list(specs)
-    given = {spec.name for spec in specs if spec.name}
-    for spec in specs:
-        name = spec.name or _derived_name(spec.role, taken | given)
-        if name in taken:
-            raise exc.InvalidValue("name of a disk", name, "unique in its instance")
-        taken.add(name)
-        named.append(dataclasses.replace(spec, name=name))
-    return named
-
-
-def _derived_name(role: Role, taken: set[str]) -> str:
-    names = [str(role)] if role is not Role.EPHEMERAL else []
-    number = 0
-    while True:
-        for name in [*names, f"{role}{number}"]:
-            if name not in taken:
-                return name
-        number += 1
 
 
 def next_device(bus: str, taken: Iterable[str]) -> str:

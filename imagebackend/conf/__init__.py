@@ -36,13 +36,13 @@ def check_values(conf: cfg.ConfigOpts, group: str, options: Sequence[cfg.Opt]) -
             conf[group][option.dest]
         except (cfg.Error, ValueError) as error:
             reason = str(error).rpartition("is not valid: ")[2]
-            if option.secret:
+            if option.secret:  # the reason may quote it
                 reason = "a $ in it must be written as $$"
             raise exc.ConfigError(
                 f"[{group}] {option.name} has a value that cannot be used: {reason}",
                 group=group,
                 option=option.name,
-            ) from error
+            ) from (None if option.secret else error)
 
 
 def check(conf: cfg.ConfigOpts) -> None:

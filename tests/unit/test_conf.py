@@ -147,14 +147,13 @@ def test_check_finds_what_cannot_work_and_changes_nothing(host: HostUnderTest) -
     host.set("cache_modes", ["file=fast"], "imagebackend_libvirt")
     host.set("source", "nothing", "imagebackend_images")
     host.set("connection", "sqlite://", "imagebackend_store")
-    host.set("state_path", "/proc/nothing")
     found = {
         each.subject: each.what
         for each in host.manager().check()
         if each.severity is Severity.ERROR
     }
     assert set(found) >= {
-        *("state path", "store", "defaults", "image source", "image cache", "disk XML")
+        *("store", "defaults", "image source", "image cache", "disk XML")
     }
     assert "nowhere" in found["defaults"] and "_base" in found["image cache"]
 
@@ -170,3 +169,19 @@ def test_a_process_whose_threads_are_green_is_told_so(host: HostUnderTest) -> No
             host.manager()
     finally:
         del sys.modules["eventlet.patcher"]
+
+
+def test_a_password_that_is_taken_for_a_template_is_not_shown(
+    host: HostUnderTest,
+) -> None:
+    with host.config_file.open("a") as file:
+        file.write("[imagebackend_store]\nconnection = mysql://u:pa$hunter2@h/x\n")
+    host.conf(["--config-file", str(host.config_file)], project="imagebackend")
+    with pytest.raises(exc.ConfigError, match=r"connection.*written as \$\$") as caught:
+        host.manager()
+    assert "hunter2" not in caught.value.message and caught.value.__suppress_context__
+    assert caught.value.__cause__ is None
+    text = host.config_file.read_text().replace("$", "$$")
+    host.config_file.write_text(text)
+    host.conf(["--config-file", str(host.config_file)], project="imagebackend")
+    assert "pa$hunter2" in host.conf.imagebackend_store.connection

@@ -202,3 +202,86 @@ def test_a_cache_mode_that_is_none_is_refused_with_those_there_are(
     with pytest.raises(exc.ConfigError, match="writethrough") as caught:
         element(host, SOURCES["raw file"])
     assert value in caught.value.message
+
+
+@pytest.mark.field("A5")
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_xml_ends_the_chain_of_every_kind_of_source(
+    host: HostUnderTest, name: str
+) -> None:
+    level = element(host, SOURCES[name]).find("backingStore")
+    assert level is not None
+    while (below := level.find("backingStore")) is not None:
+        level = below
+    assert len(level) == 0 and dict(level.attrib) == {}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("readonly", [False, True])
+def test_a_guest_sees_the_disk_that_was_meant(
+    host: HostUnderTest, name: str, readonly: bool
+) -> None:
+    disk = element(host, SOURCES[name], readonly=readonly, boot_order=1, iotune=IOTUNE)
+    target, serial = disk.find("target"), disk.find("serial")
+    boot, limits, driver = disk.find("boot"), disk.find("iotune"), disk.find("driver")
+    assert target is not None and dict(target.attrib) == {"dev": "vda", "bus": "virtio"}
+    assert serial is not None and serial.text == SERIAL
+    assert boot is not None and boot.get("order") == "1"
+    assert limits is not None and driver is not None
+    assert {each.tag: int(each.text or "") for each in limits} == IOTUNE
+    assert driver.get("type") == SOURCES[name].format
+    assert (disk.find("readonly") is not None) is readonly
+    assert disk.get("type") == SOURCES[name].kind and disk.get("device") == "disk"
+
+
+@pytest.mark.parametrize("text", ["nul\0", "esc\x1b[2J", "half\ud800", "\uffff"])
+def test_a_path_that_xml_cannot_name_is_refused_rather_than_mangled(
+    host: HostUnderTest, text: str
+) -> None:
+    for source in (
+        FileSource(f"/a/{text}", "raw"),
+        FileSource("/a", "qcow2", FileSource(f"/b/{text}", "raw")),
+        BlockSource(f"/dev/{text}"),
+        NetworkSource("rbd", f"pool/{text}"),
+    ):
+        with pytest.raises(exc.HostError, match="XML cannot name") as caught:
+            element(host, source)
+        assert caught.value.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    "text", ["line\nfeed", "tab\t", "cr\r", "&amp;", "]]>", "<!--"]
+)
+def test_a_path_is_the_same_after_parsing_whatever_is_in_it(
+    host: HostUnderTest, text: str
+) -> None:
+    source = FileSource(f"/a/{text}", "qcow2", FileSource(f"/b/{text}", "raw"))
+    disk = element(host, source)
+    found = disk.find("source"), disk.find("./backingStore/source")
+    assert [each is not None and each.get("file") for each in found] == [
+        f"/a/{text}",
+        f"/b/{text}",
+    ]
+
+
+def test_qemu_img_and_libvirt_are_told_the_same_addresses() -> None:
+    def server(*hosts: NetworkHost) -> object:
+        return NetworkSource("nbd", "x", hosts=hosts).image_opts()["file"]["server"]
+
+    assert server(NetworkHost("/run/x.sock")) == {"type": "unix", "path": "/run/x.sock"}
+    inet = {"type": "inet", "host": "nbd.example.org", "port": "10809"}
+    assert server(NetworkHost("nbd.example.org")) == inet
+    assert server(NetworkHost("nbd.example.org", 10809)) == inet
+    for source in (NetworkSource("nbd", "x"), NetworkSource("iscsi", "iqn.x")):
+        with pytest.raises(exc.NotSupported, match=source.protocol):
+            source.image_opts()
+
+
+@pytest.mark.parametrize("mode", ["none", "directsync"])
+def test_a_mode_is_as_the_option_says_where_the_file_system_can(
+    host: HostUnderTest, tmp_path: Path, mode: str
+) -> None:
+    (tmp_path / "disk").touch()
+    host.set("cache_modes", [f"file = {mode}"], "imagebackend_libvirt")
+    driver = element(host, FileSource(str(tmp_path / "disk"), "raw")).find("driver")
+    assert driver is not None and driver.get("cache") == mode

@@ -192,3 +192,31 @@ def test_no_backend_is_made_before_it_is_needed(host: HostUnderTest) -> None:
     assert backends.names == ["qcow2", "raw"] and not asked
     assert backends.driver("raw") is RawBackend and not asked
     assert backends.get("raw").deployment_id == "0123456789ab" and asked == ["x"]
+
+
+def test_volume_types_are_found_beside_one_that_cannot_be_loaded(
+    host: HostUnderTest, install: Install
+) -> None:
+    install("broken", "broken_driver", "import no_such_library")
+    install(
+        "typed",
+        "typed_driver",
+        "import dataclasses\n"
+        "from imagebackend.backends.raw import RawBackend\n"
+        "class Driver(RawBackend):\n"
+        "    VOLUME_TYPES = True\n"
+        "    def plan(self, want):\n"
+        "        return super().plan(dataclasses.replace(want, volume_type=None))\n",
+    )
+    host.raw_image()
+    instance = host.instance(imagebackend__volume_type="gold")
+    host.set("enabled_backends", ["broken", "qcow2", "typed"])
+    (root,) = host.manager().plan(instance).disks
+    assert (root.placement.backend, root.why) == ("typed", "flavor 'small'")
+    # Without it, the one that cannot be loaded might have had the type.
+    host.set("enabled_backends", ["broken", "qcow2"])
+    with pytest.raises(exc.MissingDependency, match="no_such_library"):
+        host.manager().plan(instance)
+    host.set("enabled_backends", ["qcow2"])
+    with pytest.raises(exc.PlacementRefused, match="no backend of this host"):
+        host.manager().plan(instance)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import imagebackend
@@ -71,6 +71,7 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("cls", DATACLASSES, ids=lambda cls: cls.__name__)
 def test_every_value_survives_json(cls: type) -> None:
+    @settings(max_examples=30, deadline=None)
     @given(values(cls))
     def check(value: Any) -> None:
         text = json.dumps(model.to_json(value))
@@ -99,6 +100,45 @@ def test_sources_know_which_kind_they_are() -> None:
     connection = model.Connection(source, "host")
     again = model.from_json(model.Connection, model.to_json(connection))
     assert again == connection and isinstance(again.source, model.NetworkSource)
+
+
+@pytest.mark.parametrize("source", [{"kind": "cloud"}, {"path": "/x"}, [], "file", 7])
+def test_a_source_of_no_known_kind_is_refused(source: object) -> None:
+    data = {"source": source, "host_id": "host"}
+    with pytest.raises(exc.InvalidValue, match="source of Connection") as caught:
+        model.from_json(model.Connection, data)
+    if source != "file":
+        assert "file, block, network" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value", "wanted"),
+    [
+        (model.Flavor, "root_gb", "1", "a whole number"),
+        (model.Flavor, "root_gb", True, "a whole number"),
+        (model.Flavor, "root_gb", 1.5, "a whole number"),
+        (model.Flavor, "root_gb", None, "a whole number"),
+        (model.Flavor, "name", 1, "text"),
+        (model.Flavor, "extra_specs", [], "a JSON object"),
+        (model.Flavor, "extra_specs", {"a": 1}, "text"),
+        (model.Instance, "flavor", "small", "a JSON object"),
+        (model.Instance, "flavor", {}, "name is missing"),
+        (model.DiskSpec, "cdrom", "yes", "true or false"),
+        (model.DiskSpec, "cdrom", 1, "true or false"),
+        (model.DiskSpec, "role", ["root"], "one of root"),
+        (model.DiskSpec, "lifecycle", None, "one of ephemeral"),
+        (model.Stat, "used_by", "qemu", "a JSON array"),
+        (model.Stat, "used_by", [1], "text"),
+        (model.Change, "created", {}, "a JSON array"),
+    ],
+)
+def test_a_value_that_is_not_of_its_type_is_named(
+    cls: type, field: str, value: object, wanted: str
+) -> None:
+    values = {"name": "x", "id": "x", "size": 1, "instance_id": None} | {field: value}
+    with pytest.raises(exc.InvalidValue, match=f"{field} of {cls.__name__}") as caught:
+        model.from_json(cls, values)
+    assert wanted in caught.value.message
 
 
 # --- errors -------------------------------------------------------------------------

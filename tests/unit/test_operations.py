@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from imagebackend import exceptions as exc
 from imagebackend.host import Host
+from imagebackend.model import UploadTarget
 from imagebackend.store.operations import Operation, Operations
 from imagebackend.store.rows import Store
 from tests.conftest import HostUnderTest
@@ -253,3 +255,138 @@ def test_a_host_id_that_is_none_is_refused_rather_than_replaced(
     with pytest.raises(exc.HostError, match="my-host"):
         _ = Host(host.conf).id
     assert Path(host.path / "host-id").read_text() == "my-host\n"
+
+
+def test_the_first_error_is_what_the_caller_hears(bench: Bench) -> None:
+    def settle(operation: Operation) -> None:
+        raise exc.StorageUnavailable("the storage is down")
+
+    with (
+        pytest.raises(exc.NoSpace, match="full") as caught,
+        bench.operations.begin("create", "target", settle),
+    ):
+        raise exc.NoSpace("full")
+    assert "the storage is down" in " ".join(caught.value.__notes__)
+    with bench.store.reading() as rows:
+        row = rows.operation("target")
+    assert row is not None and bench.operations.alive(row) is False
+    with bench.operations.begin("destroy", "target", bench.settle) as operation:
+        assert bench.settled == [row.id]
+        bench.finish(operation)
+
+
+def test_whoever_looks_is_not_taken_for_the_owner(bench: Bench) -> None:
+    holder = hold(bench, "target", "nothing")
+    holder.kill()
+    holder.wait()
+    with bench.store.reading() as rows:
+        row = rows.operation("target")
+    assert row is not None
+    with (bench.host.path / "locks" / f"{row.id}.lock").open() as another:
+        fcntl.flock(another, fcntl.LOCK_SH)  # as somebody else who looks, just now
+        assert bench.operations.alive(row) is False
+    bench.finish(Operation(row, Host(bench.host.conf), -1))
+    assert bench.operations.sweep() == [row.id]
+    assert bench.operations.alive(row) is False
+    assert bench.host.files("locks") == []  # looking makes no files
+
+
+def test_an_operation_that_a_signal_ends_is_settled(bench: Bench) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        bench.operations.begin("create", "target", bench.settle),
+    ):
+        raise KeyboardInterrupt
+    assert len(bench.settled) == 1
+    assert bench.host.files("locks") == [] and bench.host.files("tmp") == []
+
+
+def test_a_child_holds_the_lock_of_its_own_operation_only(bench: Bench) -> None:
+    from imagebackend import processes
+
+    with bench.operations.begin("create", "one", bench.settle) as outer:
+        with bench.operations.begin("create", "two", bench.settle) as inner:
+            done = processes.run(
+                ["sh", "-c", "ls -l /proc/$$/fd"], timeout=10, package="x"
+            )
+            for operation in (outer, inner):
+                assert f"{operation.id}.lock" in done.stdout
+            bench.finish(inner)
+        done = processes.run(["sh", "-c", "ls -l /proc/$$/fd"], timeout=10, package="x")
+        assert f"{outer.id}.lock" in done.stdout and inner.id not in done.stdout
+        bench.finish(outer)
+    done = processes.run(["sh", "-c", "ls -l /proc/$$/fd"], timeout=10, package="x")
+    assert ".lock" not in done.stdout
+
+
+@pytest.mark.field("J3")
+def test_verbs_at_once_on_one_instance_leave_what_one_of_them_promised(
+    host: HostUnderTest,
+) -> None:
+    """Snapshot beside resize, delete beside delete, connect beside connect."""
+    host.raw_image()
+    manager = host.manager()
+    instance = host.instance(root_gb=1)
+    manager.create(instance)
+    assert instance.flavor
+    bigger = dataclasses.replace(
+        instance, flavor=dataclasses.replace(instance.flavor, root_gb=2)
+    )
+    errors: list[exc.ImageBackendError] = []
+    done: list[str] = []
+
+    def at_once(*verbs: Callable[[], object]) -> None:
+        start = threading.Barrier(len(verbs))
+
+        def work(verb: Callable[[], object]) -> None:
+            start.wait()
+            try:
+                verb()
+                done.append("x")
+            except exc.ImageBackendError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(verb,)) for verb in verbs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    at_once(
+        *(lambda: manager.connect(instance.id),) * 4,
+        *(lambda: manager.disconnect(instance.id),) * 4,
+    )
+    manager.disconnect(instance.id)
+    at_once(
+        lambda: manager.resize(bigger),
+        lambda: manager.rebuild(instance),
+        lambda: manager.snapshot(instance.id, UploadTarget("snap")),
+        lambda: manager.resize(bigger),
+    )
+    assert done and all(isinstance(each, exc.Busy | exc.Conflict) for each in errors), (
+        errors
+    )
+    (disk,) = manager.list(instance.id)
+    assert disk.state == "ready" and not disk.operation and not disk.connected
+    errors.clear()
+    at_once(*(lambda: manager.destroy(instance.id),) * 8)
+    assert all(isinstance(each, exc.Busy) for each in errors), errors
+    assert list(manager.list(instance.id)) == [] and host.files() == []
+    assert host.files("locks") == [] and host.files("tmp") == []
+
+
+@pytest.mark.field("J3")
+def test_who_waits_is_told_how_long_it_has_been(bench: Bench) -> None:
+    with bench.operations.begin("create", "target", bench.settle) as operation:
+        with bench.store.writing() as tx:
+            tx.connection.exec_driver_sql(
+                f"UPDATE operations SET started_at = {time.time() - 100}"
+            )
+        with (
+            pytest.raises(exc.Busy, match=r"has held it for 10[0-5] s") as caught,
+            bench.operations.begin("destroy", "target", bench.settle),
+        ):
+            pass
+        assert caught.value.values["operation"] == operation.id
+        assert caught.value.values["verb"] == "create"
+        bench.finish(operation)

@@ -385,6 +385,232 @@ def test_device_names_go_on_after_z() -> None:
     assert next_device("sata", ["sda", "sdc"]) == "sdb"
 
 
+# --- the kinds of the above, elsewhere ----------------------------------------------
+
+
+@pytest.mark.field("B6")
+def test_an_images_min_disk_counts_where_the_image_sizes_the_disk(
+    two: HostUnderTest,
+) -> None:
+    two.describe("raw-image", virtual_size=GiB, min_disk_gb=3)
+    two.set("max_image_root_gb", 2)
+    with pytest.raises(exc.SizeRefused, match=r"raw-image needs 3221225472"):
+        two.manager().plan(two.instance(root_gb=0))
+    two.set("max_image_root_gb", 3)
+    manager, instance = two.manager(), two.instance(root_gb=0)
+    assert manager.create(instance).created[0].size == 3 * GiB
+    manager.rebuild(instance)  # which asks for as much
+
+
+@pytest.mark.field("B6")
+def test_a_root_disk_that_the_caller_lists_has_the_same_limit(
+    two: HostUnderTest,
+) -> None:
+    two.describe("raw-image", virtual_size=3 * GiB)
+    spec = DiskSpec(role=Role.ROOT, image="raw-image")
+    with pytest.raises(exc.SizeRefused, match="max_image_root_gb"):
+        two.manager().plan(two.instance(root_gb=9), [spec])
+    sized = dataclasses.replace(spec, size=4 * GiB)
+    assert two.manager().plan(two.instance(root_gb=9), [sized]).disks[0].size == 4 * GiB
+
+
+@pytest.mark.field("B7")
+def test_a_disk_that_its_content_sizes_counts_with_that_size(
+    two: HostUnderTest, tmp_path: Path
+) -> None:
+    two.describe("raw-image", virtual_size=2 * GiB)
+    manager = two.manager()
+    for ephemeral_gb, fits in ((1, False), (3, False), (4, True)):
+        instance = two.instance(root_gb=2, ephemeral_gb=ephemeral_gb)
+        specs = [DiskSpec(name=f"e{n}", image="raw-image") for n in range(2)]
+        if fits:
+            assert [disk.size for disk in manager.plan(instance, specs).disks] == [
+                2 * GiB
+            ] * 3
+        else:
+            with pytest.raises(exc.SizeRefused, match="sum up to 4294967296"):
+                manager.plan(instance, specs)
+    drive = tmp_path / "drive"
+    drive.write_bytes(bytes(1000))
+    with pytest.raises(exc.SizeRefused, match="sum up to 1000"):
+        manager.plan(two.instance(root_gb=2), [DiskSpec("e", path=str(drive))])
+    config = DiskSpec(role=Role.CONFIG, path=str(drive))
+    assert manager.plan(two.instance(root_gb=2), [config]).disks[1].size == 1024
+
+
+@pytest.mark.field("B7")
+def test_two_ephemeral_disks_keep_their_own_sizes_through_a_resize(
+    two: HostUnderTest,
+) -> None:
+    manager = two.manager()
+    instance = two.instance(ephemeral_gb=3)
+    manager.create(instance, [DiskSpec(name=f"e{n}", size=GiB) for n in range(2)])
+    assert instance.flavor
+    for ephemeral_gb in (1, 0):
+        smaller = dataclasses.replace(instance.flavor, ephemeral_gb=ephemeral_gb)
+        with pytest.raises(exc.SizeRefused, match="sum up"):
+            manager.resize(dataclasses.replace(instance, flavor=smaller))
+    larger = dataclasses.replace(instance.flavor, ephemeral_gb=9, root_gb=2)
+    manager.resize(dataclasses.replace(instance, flavor=larger))
+    sizes = {disk.name: disk.size for disk in manager.list(instance.id)}
+    assert sizes == {"root": 2 * GiB, "e0": GiB, "e1": GiB}
+
+
+def test_a_lower_limit_of_the_host_is_for_new_disks_and_growth(
+    two: HostUnderTest,
+) -> None:
+    manager = two.manager()
+    instance = two.instance(root_gb=3, ephemeral_gb=1)
+    manager.create(instance)
+    two.set("max_disk_gb", 2)
+    assert instance.flavor
+    for changes, fits in (({"ephemeral_gb": 2}, True), ({"root_gb": 4}, False)):
+        values: dict[str, Any] = {"ephemeral_gb": 2, **changes}
+        flavor = dataclasses.replace(instance.flavor, **values)
+        if fits:
+            manager.resize(dataclasses.replace(instance, flavor=flavor))
+        else:
+            with pytest.raises(exc.SizeRefused, match="max_disk_gb"):
+                manager.resize(dataclasses.replace(instance, flavor=flavor))
+    with pytest.raises(exc.SizeRefused, match="max_disk_gb"):
+        manager.plan(two.instance(root_gb=3))
+
+
+@pytest.mark.field("B10")
+def test_a_limit_of_the_host_is_one_that_the_store_can_count(
+    two: HostUnderTest,
+) -> None:
+    with pytest.raises(ValueError, match="less than or equal"):
+        two.set("max_disk_gb", 2**40)
+    two.set("max_disk_gb", 8589934591)
+    with pytest.raises(exc.InvalidValue, match="root_gb"):
+        two.manager().plan(two.instance(root_gb=2**40))
+    assert two.manager().plan(two.instance(root_gb=2**32)).disks[0].size == 2**62
+
+
+def test_the_disks_own_image_can_ask_for_encryption_too(two: HostUnderTest) -> None:
+    two.raw_image("secret")
+    two.describe("secret", properties={"hw_ephemeral_encryption": "on"})
+    spec = DiskSpec(name="e", image="secret", lifecycle=Lifecycle.PERSISTENT)
+    with pytest.raises(exc.PlacementRefused, match=r"encryption of image secret"):
+        two.manager().plan(two.instance(), [spec])
+    with pytest.raises(exc.PlacementRefused, match="hw:ephemeral_encryption"):
+        two.manager().plan(two.instance(hw__ephemeral_encryption="True"))
+
+
+@pytest.mark.parametrize("value", ["windows", "Windows", "WINDOWS"])
+def test_windows_is_windows_however_it_is_written(
+    two: HostUnderTest, value: str
+) -> None:
+    two.describe("raw-image", properties={"os_type": value})
+    manager, instance = two.manager(), two.instance(ephemeral_gb=1)
+    two.set("default_ephemeral_format", "ext4")
+    found = manager._ctx.selection().wanted(instance, ())
+    assert [each.recipe and each.recipe.fs for each in found] == [None, "vfat"]
+
+
+@pytest.mark.parametrize(
+    ("properties", "spec", "wanted"),
+    [
+        ({}, {}, ("virtio", "vdb")),
+        ({"hw_disk_bus": "scsi"}, {}, ("scsi", "sdb")),
+        ({"hw_disk_bus": "scsi"}, {"bus": "usb"}, ("usb", "sdb")),
+        ({"hw_disk_bus": "scsi"}, {"cdrom": True}, ("sata", "sdb")),
+        ({"hw_cdrom_bus": "ide"}, {"cdrom": True}, ("ide", "hda")),
+        ({"hw_cdrom_bus": "ide"}, {"cdrom": True, "bus": "scsi"}, ("scsi", "sda")),
+        ({"hw_cdrom_bus": "ide"}, {}, ("virtio", "vdb")),
+    ],
+)
+def test_a_bus_is_the_disks_the_images_or_the_hosts(
+    two: HostUnderTest,
+    tmp_path: Path,
+    properties: dict[str, str],
+    spec: dict[str, Any],
+    wanted: tuple[str, str],
+) -> None:
+    two.describe("raw-image", properties=properties)
+    drive = tmp_path / "drive"
+    drive.write_bytes(bytes(512))
+    disk = DiskSpec(role=Role.CONFIG, path=str(drive), **spec)
+    found = two.manager().plan(two.instance(), [disk]).disks[1]
+    assert (found.bus, found.device) == wanted
+
+
+@pytest.mark.parametrize("value", ["fdc", "VIRTIO", "", "xen", "\x1b[2J"])
+@pytest.mark.parametrize("key", ["hw_disk_bus", "hw_cdrom_bus"])
+def test_a_bus_that_an_image_has_wrong_is_refused_with_the_property(
+    two: HostUnderTest, tmp_path: Path, key: str, value: str
+) -> None:
+    two.describe("raw-image", properties={key: value})
+    drive = tmp_path / "drive"
+    drive.write_bytes(bytes(512))
+    disk = DiskSpec(role=Role.CONFIG, path=str(drive), cdrom=True)
+    with pytest.raises(exc.InvalidValue, match=key) as caught:
+        two.manager().plan(two.instance(), [disk])
+    assert "sata, ide" in caught.value.message and caught.value.message.isprintable()
+
+
+def test_a_bus_has_room_for_so_many(two: HostUnderTest) -> None:
+    def disks(number: int) -> list[DiskSpec]:
+        return [
+            DiskSpec(f"d{n}", size=MiB, bus="ide", lifecycle=Lifecycle.PERSISTENT)
+            for n in range(number)
+        ]
+
+    assert len(two.manager().plan(two.instance(), disks(4)).disks) == 5
+    with pytest.raises(exc.InvalidValue, match=r"on bus ide is 5: .* at most 4"):
+        two.manager().plan(two.instance(), disks(5))
+
+
+@pytest.mark.parametrize("who", ["flavor", "disk"])
+def test_a_volume_type_of_a_backend_that_has_none_is_refused_by_who_asked(
+    two: HostUnderTest, who: str
+) -> None:
+    specs: list[DiskSpec] = []
+    extra: dict[str, Any] = {}
+    if who == "flavor":
+        extra = {
+            "imagebackend__backend": "raw",
+            "imagebackend__volume_type": "gold",
+        }
+    else:
+        specs = [DiskSpec("root", Role.ROOT, GiB, backend="raw", volume_type="gold")]
+    with pytest.raises(exc.PlacementRefused) as caught:
+        two.manager().plan(two.instance(**extra), specs)
+    for word in (who, "'gold'", "'raw'"):
+        assert word in caught.value.message
+
+
+def test_an_existing_disk_is_not_attached_twice(two: HostUnderTest) -> None:
+    manager, instance = two.manager(), two.instance()
+    data = DiskSpec("data", size=MiB, lifecycle=Lifecycle.PERSISTENT)
+    manager.create(instance, [data])
+    manager.destroy(instance.id)
+    (disk,) = manager.list()
+    second = two.instance()
+    specs = [DiskSpec("one", disk=disk.id), DiskSpec("two", disk=disk.id)]
+    with pytest.raises(exc.InvalidValue, match="named once"):
+        manager.create(second, specs)
+    assert list(manager.list(second.id)) == [] and len(two.files("fast")) == 1
+
+
+def test_a_refusal_leaves_nothing_anywhere(two: HostUnderTest) -> None:
+    manager = two.manager()
+    manager.create(two.instance())
+    before = sorted(path for path in two.path.rglob("*") if path.is_file())
+    for spec in (
+        DiskSpec("a", size=GiB),
+        DiskSpec("a", size=MiB, backend="nowhere", lifecycle=Lifecycle.PERSISTENT),
+        DiskSpec("a", image="none", lifecycle=Lifecycle.PERSISTENT),
+        DiskSpec("a", base=str(uuid.uuid4()), lifecycle=Lifecycle.PERSISTENT),
+        DiskSpec("../a", size=MiB, lifecycle=Lifecycle.PERSISTENT),
+    ):
+        with pytest.raises(exc.RequestError):
+            manager.create(two.instance(), [spec])
+    after = sorted(path for path in two.path.rglob("*") if path.is_file())
+    assert after == before and len(list(manager.list())) == 1
+
+
 # --- anything at all ----------------------------------------------------------------
 
 ANYTHING = st.one_of(

@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -33,6 +34,7 @@ from imagebackend.store.rows import (
     DiskRow,
     GenerationRow,
     InstanceRow,
+    OperationRow,
     OwnerRow,
     Store,
 )
@@ -334,3 +336,252 @@ def test_pages_have_every_row_once(store: Store) -> None:
     assert sorted(row.id for page in pages for row in page) == sorted(
         row.id for row in rows
     )
+
+
+# --- what else can stand in the way -------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [50, 100, 512, 4095, 4096, 4097, 20000, -4096])
+def test_a_store_of_any_length_too_short_is_said_to_be_damaged(
+    store: Store, host: HostUnderTest, length: int
+) -> None:
+    with store.writing() as tx:
+        tx.insert(*(disk_row() for _ in range(100)))
+    store.close()
+    path = database(host)
+    os.truncate(path, length if length > 0 else path.stat().st_size + length)
+    with pytest.raises(exc.StoreError, match="damaged: restore it") as caught:
+        list(Store(host.conf).disk_pages())
+    assert str(path) in caught.value.message
+
+
+@pytest.mark.parametrize("what", ["revision", "upgrade", "damage"])
+def test_a_damaged_store_is_a_store_error_whatever_is_asked(
+    store: Store, host: HostUnderTest, what: str
+) -> None:
+    store.database.upgrade()
+    database(host).write_bytes(b"x" * 10000)
+    with pytest.raises(exc.StoreError, match="damaged"):
+        getattr(Store(host.conf).database, what)()
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("disks", "spec", '{"half":'),
+        ("disks", "state", "on holiday"),
+        ("disks", "role", ""),
+        ("generations", "handle", ""),
+        ("generations", "state", "\x1b[2J"),
+        ("operations", "detail", "x"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(
+    store: Store, table: str, column: str, value: str
+) -> None:
+    disk = disk_row()
+    generation = generation_row(disk_id=disk.id)
+    operation = OperationRow(str(uuid.uuid4()), "x", "target", "host", "boot", 1, {})
+    with store.writing() as tx:
+        tx.insert(disk, generation, operation)
+        tx.connection.execute(
+            sa.text(f"UPDATE {table} SET {column} = :value"), {"value": value}
+        )
+    with pytest.raises(exc.StoreError) as caught, store.reading() as rows:
+        rows.disk(disk.id)
+        rows.generation(generation.id)
+        rows.operation("target")
+    assert table in caught.value.message and column in caught.value.message
+    assert caught.value.message.isprintable()
+    ids = (disk.id, generation.id, operation.id)
+    assert any(each in caught.value.message for each in ids)
+
+
+def test_an_owner_of_a_disk_that_has_no_row_is_named(store: Store) -> None:
+    owner = OwnerRow(str(uuid.uuid4()), "instance", "root", "virtio", "vda", 0)
+    with store.writing() as tx:
+        tx.insert(owner)
+    with pytest.raises(exc.StoreError, match=owner.disk_id), store.reading() as rows:
+        rows.owned("instance")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mysql+pymysql://user:hunter2@host:port/x",
+        "mysql+pymysql://user:hunter2:more@host:3306:1/x",
+        "nosuch://user:hunter2@host/x",
+        "nosuch+driver://user:hunter2@host/x",
+        "mysql+nosuch://user:hunter2@host/x",
+        "hunter2",
+        "://hunter2",
+    ],
+)
+@pytest.mark.parametrize("what", ["revision", "upgrade", "reading"])
+def test_no_message_about_a_connection_has_its_password(
+    host: HostUnderTest, url: str, what: str
+) -> None:
+    host.set("connection", url, "imagebackend_store")
+    with pytest.raises(exc.HostError) as caught:
+        if what == "reading":
+            with Store(host.conf).reading():
+                pass
+        else:
+            getattr(Store(host.conf).database, what)()
+    assert caught.value.code in ("config", "missing-dependency")
+    # The traceback that --debug prints shows all of these.
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert "hunter2" not in str(error)
+        hidden = error.__suppress_context__
+        error = error.__cause__ or (None if hidden else error.__context__)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite+pysqlite://"),
+        "sqlite:///file::memory:?uri=true",
+        "sqlite:///file:x?mode=memory&cache=shared&uri=true",
+    ],
+)
+@pytest.mark.parametrize("what", ["revision", "upgrade", "damage"])
+def test_a_store_in_memory_is_refused_whatever_is_asked(
+    host: HostUnderTest, url: str, what: str
+) -> None:
+    host.set("connection", url, "imagebackend_store")
+    with pytest.raises(exc.ConfigError, match="path of a file"):
+        getattr(Store(host.conf).database, what)()
+
+
+def test_a_relative_path_is_one_file_wherever_the_process_goes(
+    host: HostUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    host.set("connection", "sqlite:///rows.sqlite", "imagebackend_store")
+    store = Store(host.conf)
+    with store.writing() as tx:
+        tx.insert(disk_row())
+    store.close()
+    assert (tmp_path / "rows.sqlite").is_file()
+
+
+def test_a_server_that_does_not_answer_is_a_store_error(host: HostUnderTest) -> None:
+    pytest.importorskip("pymysql")
+    url = "mysql+pymysql://user:hunter2@127.0.0.1:1/x"
+    host.set("connection", url, "imagebackend_store")
+    with pytest.raises(exc.StoreError) as caught, Store(host.conf).reading():
+        pass
+    assert "hunter2" not in caught.value.message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_another_users_store_is_not_for_this_one(
+    host: HostUnderTest, mode: int
+) -> None:
+    # pytest's own folders are not for others to enter.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder) / "store" / "rows.sqlite"
+        host.set("connection", f"sqlite:///{path}", "imagebackend_store")
+        store = Store(host.conf)
+        store.database.upgrade()
+        store.close()
+        path.parent.chmod(mode)
+        _other_user_cannot_write(path)
+
+
+def _other_user_cannot_write(path: Path) -> None:
+    code = (
+        "import sys; from imagebackend import exceptions as exc\n"
+        "from imagebackend.store.db import Database\n"
+        "from oslo_config import cfg; import imagebackend.conf\n"
+        "conf = cfg.ConfigOpts(); imagebackend.conf.register(conf)\n"
+        "conf([], project='imagebackend', default_config_files=[])\n"
+        "url = 'sqlite:///' + sys.argv[1]\n"
+        "conf.set_override('connection', url, 'imagebackend_store')\n"
+        "database = Database(conf)\n"
+        "import os; os.setgid(65534); os.setuid(65534)\n"
+        "try:\n"
+        "    with database.writing(): pass\n"
+        "except exc.HostError as error: print(error.message)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(path) in done.stdout
+    assert "cannot be opened for writing by this user" in done.stdout
+
+
+def test_an_upgrade_that_dies_half_way_is_finished_by_the_next(
+    host: HostUnderTest,
+) -> None:
+    code = (
+        "import os, sys; from oslo_config import cfg; import imagebackend.conf\n"
+        "from imagebackend.store.rows import Store; from alembic import op\n"
+        "conf = cfg.ConfigOpts(); imagebackend.conf.register(conf)\n"
+        "conf(['--config-file', sys.argv[1]], project='imagebackend')\n"
+        "real = op.create_table\n"
+        "def create_table(name, *columns):\n"
+        "    if name == 'owners': os.kill(os.getpid(), 9)\n"
+        "    return real(name, *columns)\n"
+        "op.create_table = create_table\n"
+        "Store(conf).database.upgrade()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(host.config_file)])
+    assert done.returncode == -9 and database(host).exists()
+    store = Store(host.conf)
+    assert store.database.revision() is None
+    with store.writing() as tx:
+        tx.insert(disk_row())
+        assert tx.meta("deployment_id")
+    assert store.database.damage() == ""
+
+
+def test_more_threads_than_a_pool_has_wait_for_nobody(store: Store) -> None:
+    threads = 40
+    together = threading.Barrier(threads)
+    seen: list[str] = []
+
+    def read() -> None:
+        with store.reading() as rows:
+            together.wait(timeout=20)
+            seen.append(rows.meta("deployment_id"))
+
+    workers = [threading.Thread(target=read) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(seen) == threads and len(set(seen)) == 1
+
+
+def test_the_deployment_id_outlives_upgrades_and_restarts(
+    host: HostUnderTest,
+) -> None:
+    found = set()
+    for _ in range(3):
+        store = Store(host.conf)
+        store.database.upgrade()
+        with store.reading() as rows:
+            found.add(rows.meta("deployment_id"))
+        store.close()
+    assert len(found) == 1
+
+
+def test_a_thousand_disks_take_a_page_of_memory(store: Store) -> None:
+    with store.writing() as tx:
+        tx.insert(*(disk_row() for _ in range(1100)))
+        tx.insert(*(generation_row() for _ in range(600)))
+    pages = store.disk_pages()
+    first = next(pages)
+    assert len(first) == 500
+    # Rows that go while somebody reads are no reason to stop, or to come twice.
+    with store.writing() as tx:
+        tx.delete(*first[:250])
+    rest = [row.id for page in pages for row in page]
+    assert len(rest) == len(set(rest)) == 600
+    assert not set(rest) & {row.id for row in first}
+    assert sum(len(page) for page in store.generation_pages()) == 600

@@ -38,6 +38,14 @@ def check(spec: DiskSpec) -> None:
     validation.check_spec(spec)
 
 
+def changed(**changes: Any) -> DiskSpec:
+    return dataclasses.replace(SPEC, **changes)
+
+
+def disk(**values: Any) -> DiskSpec:
+    return DiskSpec(name="data", **values)
+
+
 def flavor(**changes: Any) -> Flavor:
     return dataclasses.replace(Flavor("small", root_gb=1), **changes)
 
@@ -81,7 +89,8 @@ def test_other_spellings_of_a_uuid_are_refused(value: Any) -> None:
 def test_texts_that_cannot_be_shown_or_stored_are_refused(
     field: str, text: str
 ) -> None:
-    instance = Instance(ID, **{field: text})  # type: ignore[arg-type]
+    changes: dict[str, Any] = {field: text}
+    instance = Instance(ID, **changes)
     with pytest.raises(exc.InvalidValue, match="printable") as caught:
         validation.check_instance(instance)
     assert caught.value.message.isprintable()
@@ -99,7 +108,7 @@ def test_an_image_without_an_id_is_not_a_blank_disk() -> None:
         validation.check_instance(Instance(ID, image=""))
     for key in ("image", "path", "backend", "pool", "volume_type"):
         with pytest.raises(exc.InvalidValue, match=f"{key} of disk 'data'"):
-            check(dataclasses.replace(SPEC, **{key: ""}))
+            check(changed(**{key: ""}))
 
 
 @pytest.mark.field("B10")
@@ -119,13 +128,14 @@ def test_numbers_of_a_flavor_are_whole_and_can_be_stored(
 
 @pytest.mark.parametrize("field", ["instance", "flavor", "disk"])
 def test_something_else_altogether_is_refused(field: str) -> None:
+    stranger: Any = {"id": ID, "name": "x"}
     with pytest.raises(exc.InvalidValue, match="of class"):
         if field == "instance":
-            validation.check_instance({"id": ID})  # type: ignore[arg-type]
+            validation.check_instance(stranger)
         elif field == "flavor":
-            validation.check_instance(Instance(ID, flavor={"name": "x"}))  # type: ignore[arg-type]
+            validation.check_instance(Instance(ID, flavor=stranger))
         else:
-            validation.check_specs([{"name": "x"}])  # type: ignore[list-item]
+            validation.check_specs([stranger])
 
 
 # --- extra specs ----------------------------------------------------------------------
@@ -209,8 +219,8 @@ def test_a_total_limit_excludes_its_parts_unless_one_is_off(
 )
 def test_a_size_is_a_number_of_bytes_that_a_file_can_have(size: Any) -> None:
     with pytest.raises(exc.InvalidValue, match="size of disk"):
-        check(dataclasses.replace(SPEC, size=size))
-    check(dataclasses.replace(SPEC, size=2**63 - 1))
+        check(changed(size=size))
+    check(changed(size=2**63 - 1))
 
 
 @pytest.mark.parametrize("text", NO_TEXT)
@@ -219,7 +229,7 @@ def test_a_size_is_a_number_of_bytes_that_a_file_can_have(size: Any) -> None:
 )
 def test_no_text_of_a_disk_steers_a_terminal(field: str, text: str) -> None:
     size = 0 if field in ("image", "path") else GiB
-    spec = dataclasses.replace(SPEC, size=size, **{field: text})  # type: ignore[arg-type]
+    spec = changed(size=size, **{field: text})
     with pytest.raises(exc.InvalidValue, match=field) as caught:
         check(spec)
     assert caught.value.message.isprintable()
@@ -228,16 +238,21 @@ def test_no_text_of_a_disk_steers_a_terminal(field: str, text: str) -> None:
 def test_contents_exclude_each_other(tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.write_bytes(bytes(512))
-    contents = {"image": "i", "base": ID, "disk": ID, "path": str(drive)}
+    contents: dict[str, Any] = {
+        "image": "i",
+        "base": ID,
+        "disk": ID,
+        "path": str(drive),
+    }
     for one in contents:
-        check(DiskSpec(name="data", **{one: contents[one]}))  # type: ignore[arg-type]
+        check(disk(**{one: contents[one]}))
         for other in contents:
             if one < other:
                 both = {one: contents[one], other: contents[other]}
                 with pytest.raises(exc.InvalidValue, match="one of image, base"):
-                    check(DiskSpec(name="data", **both))  # type: ignore[arg-type]
+                    check(disk(**both))
         with pytest.raises(exc.InvalidValue, match=f"left out beside {one}"):
-            check(DiskSpec(name="data", fs="ext4", **{one: contents[one]}))  # type: ignore[arg-type]
+            check(disk(fs="ext4", **{one: contents[one]}))
 
 
 def test_an_existing_disk_is_as_it_is() -> None:
@@ -249,8 +264,8 @@ def test_an_existing_disk_is_as_it_is() -> None:
         "label": "x",
     }.items():
         with pytest.raises(exc.InvalidValue, match=f"{key} of disk 'data'"):
-            check(DiskSpec(name="data", disk=ID, **{key: value}))  # type: ignore[arg-type]
-    check(DiskSpec(name="data", disk=ID, bus="scsi", shareable=True))
+            check(disk(disk=ID, **{key: value}))
+    check(disk(disk=ID, bus="scsi", shareable=True))
 
 
 def test_a_disk_is_attached_once_to_an_instance() -> None:
@@ -271,29 +286,29 @@ def test_swap_space_is_blank_and_for_one_guest_alone() -> None:
         ({"base": ID}, "swap space is blank"),
     ):
         with pytest.raises(exc.InvalidValue, match=wanted):
-            check(dataclasses.replace(swap, **changes))  # type: ignore[arg-type]
+            check(dataclasses.replace(swap, **changes))
 
 
 def test_no_instance_is_born_with_a_rescue_disk() -> None:
     with pytest.raises(exc.InvalidValue, match="rescue"):
-        check(dataclasses.replace(SPEC, role=Role.RESCUE))
+        check(changed(role=Role.RESCUE))
 
 
 def test_the_hosts_own_word_for_its_default_file_system_is_not_the_callers() -> None:
     with pytest.raises(exc.InvalidValue, match="one of ext4, xfs, vfat, swap"):
-        check(dataclasses.replace(SPEC, fs=validation.DEFAULT_FS))
+        check(changed(fs=validation.DEFAULT_FS))
 
 
 @pytest.mark.parametrize(
     ("fs", "longest"), [("ext4", 16), ("xfs", 12), ("vfat", 11), ("swap", 16)]
 )
 def test_a_label_is_as_long_as_its_file_system_can_keep(fs: str, longest: int) -> None:
-    check(dataclasses.replace(SPEC, fs=fs, label="x" * longest))
+    check(changed(fs=fs, label="x" * longest))
     with pytest.raises(exc.InvalidValue, match=f"1 to {longest}"):
-        check(dataclasses.replace(SPEC, fs=fs, label="x" * (longest + 1)))
+        check(changed(fs=fs, label="x" * (longest + 1)))
     for label in ("", "a b", "-\n", "é", "a/b", "$(id)"):
         with pytest.raises(exc.InvalidValue, match="label of disk 'data'"):
-            check(dataclasses.replace(SPEC, fs=fs, label=label))
+            check(changed(fs=fs, label=label))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +321,7 @@ def test_the_smallest_disk_with_a_file_system_can_have_it(
     accepted = []
     for size in sizes:
         try:
-            check(dataclasses.replace(SPEC, fs=fs, size=size))
+            check(changed(fs=fs, size=size))
             accepted.append(size)
         except exc.SizeRefused as error:
             assert error.values["needed"] <= 300 * MiB  # type: ignore[operator]
@@ -316,7 +331,7 @@ def test_the_smallest_disk_with_a_file_system_can_have_it(
 
 
 def test_there_are_not_more_disks_than_a_guest_can_have() -> None:
-    specs = [dataclasses.replace(SPEC, name=f"d{number}") for number in range(257)]
+    specs = [changed(name=f"d{number}") for number in range(257)]
     with pytest.raises(exc.InvalidValue, match="at most 256"):
         validation.check_specs(specs)
     validation.check_specs(specs[:256])
