@@ -98,12 +98,14 @@ class DiskManager:
 
     # --- what is made ----------------------------------------------------------
 
-    def plan(self, instance: Instance, disks: Sequence[DiskSpec] = ()) -> Plan:
+    def plan(
+        self, instance: Instance, disks: Sequence[DiskSpec] = (), *, auth: Any = None
+    ) -> Plan:
         """What :meth:`create` would do; no effect.
 
         :raises RequestError, HostError: as ``create`` would.
         """
-        return create_action.plan(self._ctx, instance, disks)
+        return create_action.plan(self._ctx, instance, disks, auth)
 
     def create(
         self,

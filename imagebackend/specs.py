@@ -29,10 +29,18 @@ def _with_flavor(instance: Instance, disks: Sequence[DiskSpec]) -> list[DiskSpec
     elif instance.image or (flavor and flavor.root_gb):
         size = flavor.root_gb * GiB if flavor else 0
         specs.append(DiskSpec(role=Role.ROOT, size=size, image=instance.image))
-    others = [spec for spec in disks if spec.role is not Role.ROOT]
+    others = [_formatted(spec) for spec in disks if spec.role is not Role.ROOT]
     if flavor:
         specs += _derived(flavor, others)
     return specs + others
+
+
+def _formatted(spec: DiskSpec) -> DiskSpec:
+    """A swap disk is of use only with swap on it."""
+    blank = not (spec.image or spec.base or spec.disk or spec.path)
+    if spec.role is Role.SWAP and blank and spec.fs is None:
+        return dataclasses.replace(spec, fs="swap")
+    return spec
 
 
 def _derived(flavor: Flavor, others: Sequence[DiskSpec]) -> list[DiskSpec]:

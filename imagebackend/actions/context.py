@@ -350,8 +350,8 @@ def free(row: DiskRow, verb: str) -> DiskRow:
         )
     if row.state is DiskState.FAILED and verb not in ("destroy", "delete"):
         raise exc.Conflict(
-            f"cannot {verb} disk {row.id}: it failed ({row.reason}); delete it, or "
-            f"repair it as the operator guide says",
+            f"cannot {verb} disk {row.id}: it failed ({row.reason}): destroy its "
+            f"instance, or delete the disk if none has it",
             disk=row.id,
             reason=row.reason,
         )

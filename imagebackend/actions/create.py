@@ -40,6 +40,7 @@ from imagebackend.store.rows import (
     GenerationRow,
     InstanceRow,
     OwnerRow,
+    Reader,
     Transaction,
 )
 
@@ -49,6 +50,7 @@ def plan(
 ) -> Plan:
     """What ``create`` would do; no effect."""
     selection = ctx.selection(auth)
+    request = request_text(instance, disks)
     planned: list[PlannedDisk] = []
     attached: list[str] = []
     devices: list[str] = []
@@ -57,7 +59,11 @@ def plan(
         devices.append(device)
         recipe = wanted.recipe
         if recipe is None:
-            attached.append(str(wanted.disk_id))
+            disk_id = str(wanted.disk_id)
+            with ctx.store.reading() as rows:
+                if rows.instance(instance.id) is None:
+                    may_attach(rows, disk_id, instance)
+            attached.append(disk_id)
             continue
         placement = selection.place(recipe, instance, wanted.image)
         planned.append(
@@ -75,6 +81,10 @@ def plan(
                 why=wanted.why,
             )
         )
+    with ctx.store.reading() as rows:
+        known = rows.instance(instance.id)
+    if known is not None and known.request != request:
+        raise _asked_differently(instance)
     return Plan(instance.id, tuple(planned), tuple(attached))
 
 
@@ -98,6 +108,7 @@ def create(
             with ctx.store.writing() as tx:
                 operation.finish(tx)
             return same
+        _refuse_leftovers(ctx, instance.id)
         batch = Batch(ctx, operation, instance, auth, progress)
         placements = batch.place(wanted)
         with ctx.store.writing() as tx:
@@ -110,6 +121,19 @@ def create(
             attached = batch.complete(tx)
             operation.finish(tx)
     return Change(instance.id, created=created, kept=attached)
+
+
+def _refuse_leftovers(ctx: Context, instance_id: str) -> None:
+    """:raises Conflict: disks of a destroyed instance of that id could not go."""
+    with ctx.store.reading() as rows:
+        owned = rows.owned(instance_id)
+    if owned:
+        names = ", ".join(owner.name for owner, _ in owned)
+        raise exc.Conflict(
+            f"instance {instance_id} was destroyed, but its disks {names} could not be "
+            f"deleted: destroy it again first",
+            instance=instance_id,
+        )
 
 
 def request_text(instance: Instance, disks: Sequence[DiskSpec]) -> str:
@@ -139,11 +163,7 @@ def _already(
     if running is not None and running.id != mine and running.verb == "create":
         return None  # begin() tells whether its owner lives
     if row.request != request:
-        raise exc.Conflict(
-            f"instance {instance.id} exists already and was asked for differently: use "
-            f"update, rebuild or resize to change it",
-            instance=instance.id,
-        )
+        raise _asked_differently(instance)
     for _, disk in owned:
         free(disk, "create")
     return Change(
@@ -159,6 +179,38 @@ def _already(
             for owner, disk in owned
         ),
     )
+
+
+def _asked_differently(instance: Instance) -> exc.Conflict:
+    return exc.Conflict(
+        f"instance {instance.id} exists already and was asked for differently: use "
+        f"update, rebuild or resize to change it",
+        instance=instance.id,
+    )
+
+
+def may_attach(rows: Reader, disk_id: str, instance: Instance) -> DiskRow:
+    """An existing disk that the instance may have too.
+
+    :raises DiskNotFound, DiskInUse, Busy, Conflict:
+    """
+    disk = rows.disk(disk_id)
+    if disk is None or disk.project_id != instance.project_id:
+        raise exc.DiskNotFound(
+            f"disk {disk_id} is not one of project {instance.project_id!r}: "
+            f"`imagebackend disk list` has what there is",
+            disk=disk_id,
+        )
+    free(disk, "attach")
+    owners = [owner.instance_id for owner in rows.owners(disk_id)]
+    if owners and not disk.shareable:
+        raise exc.DiskInUse(
+            f"disk {disk_id} belongs to instance {', '.join(owners)}, and was not "
+            f"declared shareable",
+            disk=disk_id,
+            owners=owners,
+        )
+    return disk
 
 
 class Batch:
@@ -299,10 +351,7 @@ class Batch:
             )
         attached = []
         for owner in self._attach:
-            existing = tx.disk(owner.disk_id)
-            if existing is None:
-                raise exc.Superseded(f"disk {owner.disk_id} was deleted meanwhile")
-            self._may_attach(tx, existing)
+            existing = may_attach(tx, owner.disk_id, self._instance)
             with _taken(owner):
                 tx.insert(owner)
             tx.update_disk(existing, state=DiskState.READY)
@@ -327,31 +376,8 @@ class Batch:
         )
 
     def _claim(self, tx: Transaction, owner: OwnerRow) -> None:
-        disk = tx.disk(owner.disk_id)
-        if disk is None:
-            raise exc.DiskNotFound(
-                f"disk {owner.disk_id} is not recorded: `imagebackend disk list` has "
-                f"what there is",
-                disk=owner.disk_id,
-            )
-        self._may_attach(tx, disk)
+        may_attach(tx, owner.disk_id, self._instance)
         self._attach.append(owner)
-
-    def _may_attach(self, tx: Transaction, disk: DiskRow) -> None:
-        free(disk, "attach")
-        owners = [owner.instance_id for owner in tx.owners(disk.id)]
-        if owners and not disk.shareable:
-            raise exc.DiskInUse(
-                f"disk {disk.id} belongs to instance {', '.join(owners)}, and was not "
-                f"declared shareable",
-                disk=disk.id,
-                owners=owners,
-            )
-        if disk.project_id != self._instance.project_id:
-            raise exc.DiskNotFound(
-                f"disk {disk.id} is not one of project {self._instance.project_id!r}",
-                disk=disk.id,
-            )
 
 
 @contextlib.contextmanager

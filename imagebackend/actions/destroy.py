@@ -14,9 +14,10 @@ from imagebackend.store.rows import DiskRow, OwnerRow
 def destroy(ctx: Context, instance_id: str) -> Change:
     """See :meth:`imagebackend.manager.DiskManager.destroy`."""
     with ctx.store.reading() as rows:
-        absent = rows.instance(instance_id) is None
+        # A disk that could not be deleted outlives its instance's row.
+        known = rows.instance(instance_id) or rows.owned(instance_id)
         running = rows.operation(instance_id)
-    if absent and running is None:
+    if not known and running is None:
         return Change(instance_id)
     with begin(ctx, "destroy", instance_id) as operation:
         with ctx.store.reading() as rows:
@@ -32,18 +33,19 @@ def destroy(ctx: Context, instance_id: str) -> Change:
         for owner, disk in owned:
             free(disk, "destroy")
             must_be_idle(ctx, disk, owner)
+        for owner, disk in owned:
+            release(ctx, disk, owner)
+        # From here on the instance is gone: what dies now is only ever finished.
         with ctx.store.writing() as tx:
             for _, disk in going:
                 hold(tx, disk, DiskState.DELETING, operation)
-        for owner, disk in owned:
-            release(ctx, disk, owner)
-        for _, disk in going:
-            _delete(ctx, disk.id)
-        with ctx.store.writing() as tx:
             for owner, disk in staying:
                 detach(tx, owner, disk)
             if instance is not None:
                 tx.delete(instance)
+        for _, disk in going:
+            _delete(ctx, disk.id)
+        with ctx.store.writing() as tx:
             operation.finish(tx)
     return Change(
         instance_id,

@@ -280,8 +280,8 @@ def _audit_disk(ctx: Context, disk: DiskRow) -> Iterator[Finding]:
             Severity.ERROR,
             subject,
             f"failed: {disk.reason}",
-            "delete it, or put right what the reason says and run `imagebackend "
-            "recover --apply`",
+            "save what its object still has, then destroy the instance, or delete "
+            "the disk if none has it",
         )
     if disk.operation_id is not None or disk.state is DiskState.FAILED:
         return

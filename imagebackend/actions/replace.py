@@ -40,6 +40,7 @@ from imagebackend.model import (
 from imagebackend.selection import Recipe, Wanted
 from imagebackend.store.operations import Operation
 from imagebackend.store.rows import DiskRow, InstanceRow, OwnerRow, Transaction
+from imagebackend.validation import file_size
 
 Present = list[tuple[OwnerRow, DiskRow]]
 
@@ -95,6 +96,8 @@ def rebuild(
             if recipe.role is model.Role.ROOT and new_root is not None:
                 recipe = dataclasses.replace(recipe, image=new_root.id)
                 _must_fit(disk, new_root)
+            if recipe.path is not None:
+                file_size(f"path of disk {owner.name!r}", recipe.path)
             image = _image_of(ctx, recipe, new_root, auth)
             steps.recreate.append((owner, disk, recipe, image))
         disks = specs_of(row.request)
@@ -257,8 +260,11 @@ def _apply(
         *((owner, disk) for owner, disk, _, _ in steps.recreate),
         *steps.delete,
     ]
-    for owner, disk in [*leaving, *steps.detach]:
+    growing = [(owner, disk) for owner, disk, _ in steps.grow]
+    for owner, disk in [*leaving, *steps.detach, *growing]:
         must_be_idle(ctx, disk, owner)
+    # Names and devices of what leaves are taken until it has left.
+    present = [*steps.keep, *growing, *leaving, *steps.detach]
     batch = Batch(ctx, operation, instance, auth, progress)
     placements = batch.place(steps.create)
     selection = ctx.selection(auth)
@@ -268,7 +274,7 @@ def _apply(
     ]
     old = {disk.id: _handle(ctx, disk) for _, disk in leaving}
     with ctx.store.writing() as tx:
-        batch.announce(tx, steps.create, placements, [*steps.keep, *leaving])
+        batch.announce(tx, steps.create, placements, present)
         for (owner, disk, recipe, image), placement in zip(
             steps.recreate, replacements, strict=True
         ):
@@ -276,14 +282,14 @@ def _apply(
             tx.update_disk(held, spec=disk.spec)
             batch.replace(tx, owner, disk, recipe, image, placement)
     made = batch.make()
-    grown = [_grow(ctx, owner, disk, recipe) for owner, disk, recipe in steps.grow]
+    # Last, since it is the one thing that cannot be taken back.
+    grown = [_grow(ctx, operation, *each) for each in steps.grow]
     for owner, disk in [*leaving, *steps.detach]:
         release(ctx, disk, owner)
     with ctx.store.writing() as tx:
         attached = batch.complete(tx)
         recreated_ids = _switch(tx, operation, steps)
         _leave(tx, operation, steps)
-        _forget_cached_recipe_sizes(tx, steps)
         tx.update_instance(row, request=request, tainted=False)
     pay_debts(ctx, operation.id)
     with ctx.store.writing() as tx:
@@ -350,29 +356,24 @@ def detach(tx: Transaction, owner: OwnerRow, disk: DiskRow) -> None:
     """The instance leaves a disk that stays; without any owner it is ``kept``."""
     tx.delete(owner)
     fresh = tx.disk(disk.id)
-    if fresh is not None and not tx.owners(disk.id):
-        tx.update_disk(fresh, state=DiskState.KEPT)
+    if fresh is None or tx.owners(disk.id) or fresh.state is DiskState.FAILED:
+        return
+    tx.update_disk(fresh, state=DiskState.KEPT)
 
 
-def _forget_cached_recipe_sizes(tx: Transaction, steps: _Steps) -> None:
-    for _, disk, recipe in steps.grow:
-        fresh = tx.disk(disk.id)
-        if fresh is not None:
-            tx.update_disk(fresh, spec=model.to_json(recipe))
-
-
-def _grow(ctx: Context, owner: OwnerRow, disk: DiskRow, recipe: Recipe) -> DiskChange:
+def _grow(
+    ctx: Context, operation: Operation, owner: OwnerRow, disk: DiskRow, recipe: Recipe
+) -> DiskChange:
     """Grow in place; the size that the storage gives is committed at once."""
-    with ctx.store.reading() as rows:
-        row = rows.generation(disk.generation_id or "")
+    with ctx.store.writing() as tx:
+        row = tx.generation(disk.generation_id or "")
+        held = hold(tx, disk, DiskState.RESIZING, operation)
     if row is None:
         raise exc.InternalError(f"disk {disk.id} has no generation")
     size = ctx.backend(row).resize(ctx.generation(row), recipe.size)
     with ctx.store.writing() as tx:
-        fresh = tx.disk(disk.id)
-        if fresh is not None:
-            tx.update_disk(fresh, size=size)
         tx.update_generation(row.id, size=size)
+        settle_disk(tx, held, size=size, spec=model.to_json(recipe))
     return DiskChange(disk.id, owner.name, size, old=row.handle, new=row.handle)
 
 

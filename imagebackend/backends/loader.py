@@ -19,6 +19,8 @@ from imagebackend.conf import GROUPS, check_values
 from imagebackend.conf import backends as options
 
 NAMESPACE = "imagebackend.backends"
+#: Drivers of this project's own that need more than the library itself.
+_EXTRAS = frozenset({"rbd", "cinder"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 
 
@@ -142,9 +144,10 @@ def _import(name: str, wanted: str) -> type[Backend]:
 
 
 def _missing(name: str, wanted: str, error: ImportError) -> exc.MissingDependency:
+    package = f"imagebackend[{wanted}]" if wanted in _EXTRAS else "what it needs"
     return exc.MissingDependency(
         f"backend {name!r}: driver {wanted!r} cannot be loaded ({error}): install "
-        f"imagebackend[{wanted}]",
+        f"{package}",
         backend=name,
         driver=wanted,
         library=error.name,

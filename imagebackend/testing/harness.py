@@ -60,7 +60,8 @@ class Harness(abc.ABC):
 
     def lose_answer(self, request: str) -> bool:
         """Let the storage carry out the next such request (``create``, ``attach``,
-        ``delete``), and its answer be lost. False: it cannot happen here."""
+        ``delete``, ``extend``), and its answer be lost. False: it cannot happen here.
+        """
         return False
 
     def foreign(self) -> bool:

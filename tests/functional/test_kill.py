@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from imagebackend import UploadTarget
+from imagebackend import DiskSpec, Lifecycle, UploadTarget
 from tests.conftest import HostUnderTest, MiB
 from tests.functional.killing import (
     PATTERN,
@@ -174,6 +174,64 @@ def test_destroy_removes_everything_or_can_be_asked_again(scene: Scene) -> None:
         prepare,
         lambda manager: manager.destroy(scene.instance.id),
         verify,
+    )
+
+
+def test_destroy_with_a_persistent_disk_is_all_or_nothing(scene: Scene) -> None:
+    spec = DiskSpec(name="data", size=MiB, lifecycle=Lifecycle.PERSISTENT)
+
+    def prepare() -> None:
+        scene.manager.destroy(scene.instance.id)
+        for disk in list(scene.manager.list()):
+            scene.manager.delete_disk(disk.id)
+        scene.manager.create(scene.instance, [spec])
+
+    def verify(outcome: str) -> None:
+        rows = scene.rows("SELECT name, state FROM disks ORDER BY name")
+        whole = [("data", "ready"), ("root", "ready"), ("swap", "ready")]
+        assert rows in (whole, [("data", "kept")])
+        instances = scene.rows("SELECT id FROM instances")
+        assert len(instances) == (1 if rows == whole else 0)
+        if outcome == "done":
+            assert rows == [("data", "kept")]
+
+    every_kill(
+        scene,
+        "destroy, with a persistent disk",
+        prepare,
+        lambda manager: manager.destroy(scene.instance.id),
+        verify,
+        ("unlink,unlinkat", "fsync,fdatasync", "rmdir"),
+    )
+
+
+def test_update_that_grows_keeps_rows_and_storage_equal(scene: Scene) -> None:
+    small = DiskSpec(name="data", size=MiB, lifecycle=Lifecycle.PERSISTENT)
+    large = dataclasses.replace(small, size=2 * MiB)
+    more = DiskSpec(name="more", size=MiB, lifecycle=Lifecycle.PERSISTENT)
+
+    def prepare() -> None:
+        scene.manager.destroy(scene.instance.id)
+        for disk in list(scene.manager.list()):
+            scene.manager.delete_disk(disk.id)
+        scene.manager.create(scene.instance, [small])
+
+    def verify(outcome: str) -> None:
+        names = [name for (name,) in scene.rows("SELECT name FROM disks ORDER BY 1")]
+        assert names in (["data", "root", "swap"], ["data", "more", "root", "swap"])
+        if outcome == "done":
+            assert "more" in names
+        scene.manager.update(scene.instance, [large, more])
+        sizes = dict(scene.rows("SELECT name, size FROM disks"))
+        assert sizes["data"] == 2 * MiB and "more" in sizes
+
+    every_kill(
+        scene,
+        "update",
+        prepare,
+        lambda manager: manager.update(scene.instance, [large, more]),
+        verify,
+        ("vfork,clone,clone3", "link,linkat", "unlink,unlinkat", "fsync,fdatasync"),
     )
 
 

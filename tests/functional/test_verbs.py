@@ -17,7 +17,7 @@ import pytest
 
 from imagebackend import Change, DiskManager, DiskSpec, Lifecycle, Role, UploadTarget
 from imagebackend import exceptions as exc
-from imagebackend.model import Disk, FileSource, Instance, Severity
+from imagebackend.model import Disk, DiskState, FileSource, Instance, Severity
 from imagebackend.qemu_img import image_opts
 from tests.conftest import GiB, HostUnderTest, MiB, read_disk
 
@@ -352,6 +352,68 @@ def test_after_taint_the_next_update_recreates_all_ephemeral_disks(
     assert not manager.update(instance, specs).recreated
 
 
+def test_update_may_grow_detach_create_and_attach_in_one_call(
+    host: HostUnderTest, manager: DiskManager, backend: str
+) -> None:
+    host.raw_image()
+    other, instance = host.instance(), host.instance()
+
+    def data(name: str, size: int = MiB) -> DiskSpec:
+        return DiskSpec(name=name, size=size, lifecycle=Lifecycle.PERSISTENT)
+
+    manager.create(other, [data("free")])
+    free = by_name(manager, other.id)["free"]
+    manager.destroy(other.id)
+    manager.create(instance, [data("grows"), data("leaves")])
+    change = manager.update(
+        instance,
+        [data("grows", 2 * MiB), data("new"), DiskSpec(name="free", disk=free.id)],
+    )
+    assert [each.name for each in change.created] == ["new"]
+    assert [each.name for each in change.detached] == ["leaves"]
+    disks = by_name(manager, instance.id)
+    assert set(disks) == {"root", "grows", "new", "free"}
+    assert disks["grows"].size == 2 * MiB
+    assert len({disk.device for disk in disks.values()}) == 4
+    nothing_wrong(manager)
+
+
+def test_a_plan_refuses_what_create_would(
+    host: HostUnderTest, manager: DiskManager
+) -> None:
+    host.raw_image()
+    instance = host.instance()
+    with pytest.raises(exc.DiskNotFound):
+        manager.plan(instance, [DiskSpec(name="data", disk=str(uuid.uuid4()))])
+    manager.create(instance)
+    manager.plan(instance)
+    with pytest.raises(exc.Conflict, match="asked for differently"):
+        manager.plan(with_root(instance, 2))
+
+
+def test_a_swap_disk_is_formatted_whoever_asks_for_it(
+    host: HostUnderTest, manager: DiskManager, backend: str
+) -> None:
+    instance = dataclasses.replace(host.instance(None), flavor=None)
+    manager.create(instance, [DiskSpec(role=Role.SWAP, size=MiB)])
+    with connected(manager, instance.id) as (swap,):
+        assert read_disk(swap, 0, 4096)[4086:] == b"SWAPSPACE2"
+
+
+def test_a_rebuild_says_which_file_of_the_callers_is_gone(
+    host: HostUnderTest, manager: DiskManager, tmp_path: Path
+) -> None:
+    host.raw_image()
+    drive = tmp_path / "drive"
+    drive.write_bytes(b"config")
+    instance = host.instance()
+    manager.create(instance, [DiskSpec(role=Role.CONFIG, path=str(drive))])
+    drive.unlink()
+    with pytest.raises(exc.InvalidValue, match=str(drive)):
+        manager.rebuild(instance)
+    nothing_wrong(manager)
+
+
 # --- persistent and shared disks -----------------------------------------------------
 
 
@@ -453,7 +515,7 @@ def test_a_base_disk_is_copied(
     disk = by_name(manager, first.id)["data"]
     with connected(manager, first.id) as (_, source):
         write(source, 0x21)
-    second = host.instance()
+    second = host.instance(ephemeral_gb=1)
     manager.create(second, [DiskSpec(name="copy", base=disk.id)])
     with connected(manager, second.id) as (_, source):
         assert read_disk(source, 0, 2 * MiB) == b"\x21" * MiB + bytes(MiB)
@@ -499,6 +561,27 @@ def test_destroy_works_from_the_rows_when_nothing_was_ever_connected(
     instance = host.instance()
     host.manager().create(instance)
     assert host.manager().destroy(instance.id).deleted
+    assert host.files() == []
+
+
+def test_a_failed_persistent_disk_stays_failed_when_its_instance_goes(
+    host: HostUnderTest, manager: DiskManager
+) -> None:
+    host.raw_image()
+    instance = host.instance()
+    spec = DiskSpec(name="data", size=MiB, lifecycle=Lifecycle.PERSISTENT)
+    manager.create(instance, [spec])
+    disk = by_name(manager, instance.id)["data"]
+    with manager._ctx.store.writing() as tx:
+        row = tx.disk(disk.id)
+        assert row is not None
+        tx.update_disk(row, state=DiskState.FAILED, reason="its file was garbled")
+    manager.destroy(instance.id)
+    found = manager.disk(disk.id)
+    assert (str(found.state), found.reason) == ("failed", "its file was garbled")
+    with pytest.raises(exc.Conflict, match="garbled"):
+        manager.create(host.instance(), [DiskSpec(name="data", disk=disk.id)])
+    manager.delete_disk(disk.id)
     assert host.files() == []
 
 

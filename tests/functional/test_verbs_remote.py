@@ -195,7 +195,7 @@ def test_disks_of_two_backends_are_one_instances(
     instance = remote.instance(ephemeral_gb=1, imagebackend__ephemeral_backend="qcow2")
     manager.create(instance)
     assert [disk.backend for disk in manager.list(instance.id)] == ["far", "qcow2"]
-    second = remote.instance(imagebackend__backend="qcow2")
+    second = remote.instance(ephemeral_gb=1, imagebackend__backend="qcow2")
     (_, ephemeral) = manager.list(instance.id)
     manager.create(second, [DiskSpec(name="copy", base=ephemeral.id, backend="far")])
     agree(remote, manager)
