@@ -50,7 +50,6 @@ def plan(
 ) -> Plan:
     """What ``create`` would do; no effect."""
     selection = ctx.selection(auth)
-    request = request_text(instance, disks)
     planned: list[PlannedDisk] = []
     attached: list[str] = []
     devices: list[str] = []
@@ -83,7 +82,7 @@ def plan(
         )
     with ctx.store.reading() as rows:
         known = rows.instance(instance.id)
-    if known is not None and known.request != request:
+    if known is not None and known.request != request_text(instance, disks):
         raise _asked_differently(instance)
     return Plan(instance.id, tuple(planned), tuple(attached))
 
