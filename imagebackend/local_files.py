@@ -150,3 +150,32 @@ def data_ranges(fd: int) -> Iterator[tuple[int, int]]:
             raise
         position = min(os.lseek(fd, start, os.SEEK_HOLE), end)
         yield start, position
+
+
+#: File systems that several hosts may have mounted.
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "afs", "gfs2", "ocfs2"),
+        *("fuse.glusterfs", "fuse.sshfs", "fuse.ceph", "fuse.mfs"),
+    }
+)
+
+
+def file_system(path: str, mounts: str = "/proc/self/mounts") -> str:
+    """The type of the file system that a path is on, or will be; empty: not known."""
+    path = os.path.realpath(path)
+    found, longest = "", -1
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, point, kind, *_ = line.split(" ")
+        # The kernel writes a blank in a path as its octal code.
+        point = point.replace("\\040", " ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        # Of two mounts on one place the later one is seen.
+        if inside and len(point) >= longest:
+            found, longest = kind, len(point)
+    return found

@@ -18,6 +18,7 @@ from sqlalchemy import exc as sa_exc
 
 from imagebackend import exceptions as exc
 from imagebackend import processes
+from imagebackend.local_files import NETWORK_FILE_SYSTEMS, file_system
 from imagebackend.store import schema
 
 _SQLITE_FILE = "imagebackend.sqlite"
@@ -140,8 +141,10 @@ class Database:
             return self._engine
 
     def _checked(self) -> sa.Engine:
-        if not self.shared and self._make_file():
-            self.upgrade()
+        if not self.shared:
+            self._refuse_network()
+            if self._make_file():
+                self.upgrade()
         with contextlib.ExitStack() as undo:
             engine = self._connect()
             undo.callback(engine.dispose)
@@ -162,6 +165,18 @@ class Database:
                 )
             undo.pop_all()
         return engine
+
+    def _refuse_network(self) -> None:
+        """:raises ConfigError: SQLite's locks and WAL do not work there."""
+        kind = file_system(os.path.dirname(str(self.url.database)))
+        if kind in NETWORK_FILE_SYSTEMS:
+            raise exc.ConfigError(
+                f"the store {self.name} is on a network file system ({kind}), where "
+                f"SQLite loses rows: use a local one, or let [imagebackend_store] "
+                f"connection name MariaDB or PostgreSQL",
+                store=self.name,
+                file_system=kind,
+            )
 
     def _make_file(self) -> bool:
         path = str(self.url.database)

@@ -15,7 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from imagebackend import DiskManager, DiskSpec, Instance, Lifecycle, UploadTarget
+from imagebackend import (
+    DiskManager,
+    DiskSpec,
+    Instance,
+    Lifecycle,
+    Role,
+    UploadTarget,
+)
 from imagebackend import exceptions as exc
 from imagebackend.libvirt.guest import Guest
 from imagebackend.model import Severity
@@ -265,7 +272,7 @@ def test_disks_on_other_buses_and_a_cd(
             DiskSpec(
                 name="wide", size=8 * MiB, bus="ide", lifecycle=Lifecycle.PERSISTENT
             ),
-            DiskSpec(name="config", path=str(drive), cdrom=True, bus="ide"),
+            DiskSpec(role=Role.CONFIG, path=str(drive), cdrom=True, bus="ide"),
         ],
     )
     with running(manager, instance) as guest:

@@ -246,3 +246,24 @@ def test_files_and_folders_can_be_made_durable(tmp_path: Path) -> None:
     fsync_path(str(tmp_path))
     with pytest.raises(FileNotFoundError):
         fsync_path(str(tmp_path / "none"))
+
+
+def test_a_paths_file_system_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/a / ext4 rw 0 0\n"
+        "tmpfs /srv tmpfs rw 0 0\n"
+        "nas:/x /srv/shared\\040disks nfs4 rw 0 0\n"
+        "/dev/b /srv/later xfs rw 0 0\n"
+        "nas:/y /srv/later cifs rw 0 0\n"
+    )
+    for path, wanted in (
+        ("/var/lib/x", "ext4"),
+        ("/srv", "tmpfs"),
+        ("/srvother", "ext4"),
+        ("/srv/shared disks/store", "nfs4"),
+        ("/srv/later/a/b", "cifs"),
+    ):
+        assert local_files.file_system(path, str(mounts)) == wanted
+    assert local_files.file_system("/", str(tmp_path / "none")) == ""
+    assert local_files.file_system("/proc/self") == "proc"

@@ -185,7 +185,7 @@ ARROWS = {
         *("exceptions", "model", "processes", "local_files", "qemu_img", "conf"),
     },
     "libvirt": {"exceptions", "model"},
-    "store": {"exceptions", "model", "processes", "host"},
+    "store": {"exceptions", "model", "processes", "host", "local_files"},
     "specs": {"exceptions", "model", "validation"},
     "selection": {"exceptions", "model", "backends", "validation", "specs"},
     "actions": {

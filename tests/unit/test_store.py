@@ -585,3 +585,12 @@ def test_a_thousand_disks_take_a_page_of_memory(store: Store) -> None:
     assert len(rest) == len(set(rest)) == 600
     assert not set(rest) & {row.id for row in first}
     assert sum(len(page) for page in store.generation_pages()) == 600
+
+
+def test_a_store_on_a_network_file_system_is_refused(
+    host: HostUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imagebackend.store.db.file_system", lambda path: "nfs4")
+    with pytest.raises(exc.ConfigError, match="nfs4"), Store(host.conf).reading():
+        pass
+    assert not database(host).exists()
