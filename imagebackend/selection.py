@@ -103,7 +103,7 @@ class Selection:
     """Chooses by this host's configuration.
 
     :param image: says what an image source knows of an image id.
-    :param base: size in bytes of an existing disk, by id.
+    :param base: size in bytes of an existing disk, by its id and project.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Selection:
         conf: cfg.ConfigOpts,
         backends: Backends,
         image: Callable[[str], ImageInfo],
-        base: Callable[[str], int],
+        base: Callable[[str, str], int],
     ) -> None:
         self._conf = conf
         self._backends = backends
@@ -270,7 +270,7 @@ class Selection:
                     needed=minimum,
                 )
         elif spec.base:
-            needs = self._base(spec.base)
+            needs = self._base(spec.base, instance.project_id)
         elif spec.path:
             needs = file_size(f"path of disk {spec.name!r}", spec.path)
         size = spec.size or self._size_of_content(instance, spec, image, needs)

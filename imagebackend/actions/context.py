@@ -124,11 +124,14 @@ class Context:
             self._base_size,
         )
 
-    def _base_size(self, disk_id: str) -> int:
+    def _base_size(self, disk_id: str, project_id: str) -> int:
         with self.store.reading() as rows:
             row = rows.disk(disk_id)
-        if row is None:
-            raise exc.DiskNotFound(f"base disk {disk_id} is not recorded", disk=disk_id)
+        if row is None or row.project_id != project_id:
+            raise exc.DiskNotFound(
+                f"base disk {disk_id} is not one of project {project_id!r}",
+                disk=disk_id,
+            )
         return row.size
 
     # --- generations ---------------------------------------------------------

@@ -468,10 +468,12 @@ def test_a_disk_of_another_project_is_not_found(
     )
     disk = by_name(manager, first.id)["data"]
     manager.destroy(first.id)
-    with pytest.raises(exc.DiskNotFound):
-        manager.create(
-            host.instance(project_id="other"), [DiskSpec(name="data", disk=disk.id)]
-        )
+    for spec in (
+        DiskSpec(name="data", disk=disk.id),
+        DiskSpec(name="data", base=disk.id, lifecycle=Lifecycle.PERSISTENT),
+    ):
+        with pytest.raises(exc.DiskNotFound, match="other"):
+            manager.create(host.instance(project_id="other"), [spec])
 
 
 def test_a_shareable_raw_disk_serves_two_instances_and_goes_with_the_last(
