@@ -152,6 +152,20 @@ def data_ranges(fd: int) -> Iterator[tuple[int, int]]:
         yield start, position
 
 
+def nearest(path: str) -> str:
+    """The path, or what there is of it: the folder in which the rest would be made."""
+    path = os.path.abspath(path)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def can_be_made(path: str) -> bool:
+    """Whether this process may make the folder, or write into it."""
+    found = nearest(path)
+    return os.path.isdir(found) and os.access(found, os.W_OK | os.X_OK)
+
+
 #: File systems that several hosts may have mounted.
 NETWORK_FILE_SYSTEMS = frozenset(
     {

@@ -11,6 +11,7 @@ from imagebackend import processes
 from imagebackend.actions.context import Context
 from imagebackend.backends.loader import Backends, installed
 from imagebackend.libvirt import guest, xml
+from imagebackend.local_files import can_be_made, nearest
 from imagebackend.model import BackendStatus, Finding, Severity
 from imagebackend.store.schema import REVISION
 
@@ -73,13 +74,10 @@ def _guarded(subject: str, check: Callable[[], str]) -> Iterator[Finding]:
 
 def _state_path(ctx: Context) -> str:
     path = ctx.host.state_path
-    probe = path
-    while not os.path.isdir(probe):
-        probe = os.path.dirname(probe)
-    if not os.access(probe, os.W_OK | os.X_OK):
+    if not can_be_made(path):
         raise exc.ConfigError(
-            f"{probe} cannot be written to: let this user write there, or set "
-            f"[imagebackend] state_path"
+            f"{nearest(path)} is no folder that can be written to: let this user write "
+            f"there, or set [imagebackend] state_path"
         )
     return path
 

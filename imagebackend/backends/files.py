@@ -35,7 +35,7 @@ from imagebackend.backends.base import (
     Record,
 )
 from imagebackend.conf import backends as options
-from imagebackend.local_files import fsync_path
+from imagebackend.local_files import can_be_made, fsync_path, nearest
 from imagebackend.model import (
     Capabilities,
     Connection,
@@ -186,15 +186,12 @@ class FileBackend(Backend):
 
     def check(self) -> Sequence[Finding]:
         root = self._root
-        probe = root
-        while not os.path.isdir(probe) and probe != "/":
-            probe = os.path.dirname(probe)
-        if not os.access(probe, os.W_OK | os.X_OK):
+        if not can_be_made(root):
             return [
                 Finding(
                     Severity.ERROR,
                     self.name,
-                    f"{probe} cannot be written to",
+                    f"{nearest(root)} is no folder that can be written to",
                     f"let this user write there, or set [{self.name}] instances_path",
                 )
             ]
@@ -448,9 +445,7 @@ class FileBackend(Backend):
                     yield Found(relative, marker, handle, facts.st_blocks * 512)
 
     def capacity(self) -> Sequence[Inventory]:
-        probe = self._root
-        while not os.path.isdir(probe) and probe != "/":
-            probe = os.path.dirname(probe)
+        probe = nearest(self._root)
         try:
             room = os.statvfs(probe)
         except OSError as error:

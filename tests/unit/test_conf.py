@@ -185,3 +185,17 @@ def test_a_password_that_is_taken_for_a_template_is_not_shown(
     host.config_file.write_text(text)
     host.conf(["--config-file", str(host.config_file)], project="imagebackend")
     assert "pa$hunter2" in host.conf.imagebackend_store.connection
+
+
+def test_a_file_where_a_folder_should_be_is_found_by_the_check(
+    host: HostUnderTest,
+) -> None:
+    (host.path / "file").touch()
+    host.set("state_path", str(host.path / "file" / "state"))
+    found = {
+        each.subject: each.what
+        for each in host.manager().check()
+        if each.severity is Severity.ERROR
+    }
+    assert "file is no folder" in found["state path"]
+    assert "file is no folder" in found["qcow2"]

@@ -190,6 +190,7 @@ ARROWS = {
     "selection": {"exceptions", "model", "backends", "validation", "specs"},
     "actions": {
         *("exceptions", "model", "processes", "host", "qemu_img", "images", "backends"),
+        "local_files",
         *("libvirt", "store", "selection", "validation"),
     },
     "manager": {
