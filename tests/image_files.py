@@ -143,7 +143,7 @@ class MemorySource(ImageSource):
         yield Bytes(self.spoil(self.opened, self.images[info.id]))
 
     def check_target(self, into: UploadTarget) -> None:
-        raise NotImplementedError
+        raise AssertionError("a fetch writes nothing to its source")
 
     def put(
         self,
@@ -153,10 +153,10 @@ class MemorySource(ImageSource):
         *,
         progress: ProgressCallback | None = None,
     ) -> ImageInfo:
-        raise NotImplementedError
+        raise AssertionError("a fetch writes nothing to its source")
 
     def discard(self, into: UploadTarget, token: str) -> None:
-        raise NotImplementedError
+        raise AssertionError("a fetch writes nothing to its source")
 
     def list(self) -> Iterator[ImageInfo]:
         return iter(())

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -258,10 +257,7 @@ class Show(base.ShowOne):
         from imagebackend import exceptions as exc
 
         if name is None:
-            for disk in self.manager.list():
-                if disk.id == id_:
-                    return disk
-            raise exc.DiskNotFound(f"disk {id_} is not recorded", disk=id_)
+            return self.manager.disk(id_)
         disks = list(self.manager.list(id_))
         for disk in disks:
             if disk.name == name:
@@ -315,19 +311,13 @@ class Resize(base.ChangeLister):
 
         if _flavor(self, parsed_args, None) is None:
             self.usage("say the new sizes, as with --root-gb or --flavor-file")
-        flavor = _flavor(self, parsed_args, self._present(parsed_args.instance))
+        present = self.manager.instance(parsed_args.instance).flavor
+        flavor = _flavor(self, parsed_args, present)
         guest = _guest(self, parsed_args)
         with self.app.progress() as progress:
             return self.manager.resize(
                 Instance(parsed_args.instance, flavor=flavor), guest, progress=progress
             )
-
-    def _present(self, instance_id: str) -> Flavor | None:
-        from imagebackend.model import Instance, from_json
-
-        rows = self.manager.export_rows(instance_id)
-        request = json.loads(rows["instance"]["request"])
-        return from_json(Instance, request["instance"]).flavor
 
 
 class Rebuild(base.ChangeLister):

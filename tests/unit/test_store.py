@@ -467,7 +467,6 @@ def test_a_relative_path_is_one_file_wherever_the_process_goes(
 
 
 def test_a_server_that_does_not_answer_is_a_store_error(host: HostUnderTest) -> None:
-    pytest.importorskip("pymysql")
     url = "mysql+pymysql://user:hunter2@127.0.0.1:1/x"
     host.set("connection", url, "imagebackend_store")
     with pytest.raises(exc.StoreError) as caught, Store(host.conf).reading():
