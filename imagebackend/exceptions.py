@@ -210,6 +210,13 @@ class Busy(StorageError):
     code = "busy"
 
 
+class Debt(Busy):
+    """It has left its place, and what remains of it can be purged only later:
+    something still hangs on it."""
+
+    code = "debt"
+
+
 class ObjectExists(StorageError):
     """Something that is not ours has the name that we need; it was not touched."""
 

@@ -186,6 +186,8 @@ class ImageInfo:
     :ivar digest: ``algorithm:hex``, None if the source has none.
     :ivar version: changes when the content does; the digest where there is one.
     :ivar virtual_size: bytes that a disk from it needs at least, None: not known.
+    :ivar locations: where a storage may clone it from; told only to backends that
+        can.
     """
 
     id: str
@@ -197,6 +199,7 @@ class ImageInfo:
     digest: str | None = None
     min_disk_gb: int = 0
     properties: Mapping[str, str] = field(default_factory=dict)
+    locations: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +234,6 @@ class ImageAccess(Protocol):
 
     @property
     def info(self) -> ImageInfo: ...
-
-    def locations(self) -> Sequence[str]:
-        """Where the storage itself may clone it from; empty if nowhere."""
-        ...
 
     def cached(self) -> typing.ContextManager[CachedImage]:
         """The image in the cache, fetched if need be, held while in the block."""
@@ -347,6 +346,21 @@ class NetworkSource:
 
 
 Source = FileSource | BlockSource | NetworkSource
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """What QEMU has to know and nobody stores: libvirt gets it, for QEMU alone.
+
+    :ivar usage: libvirt's usage type: ``ceph``, ``volume``, ``iscsi``.
+    :ivar name: what it is for; unique on the host.
+    :ivar value: base64 for ``ceph``.
+    """
+
+    uuid: str
+    usage: str
+    name: str
+    value: str = field(repr=False)
 
 
 # --- the contract's values (terms: see backends/base.py) --------------------
@@ -529,13 +543,15 @@ class Inventory:
 
     :ivar provider: stable id of what has the room: two hosts on one pool say the
         same, so a caller counts it once.
+    :ivar used_by_us: bytes, None where the storage can tell it only by opening every
+        object.
     """
 
     backend: str
     provider: str
     total: int
     free: int
-    used_by_us: int = 0
+    used_by_us: int | None = 0
     what: str = "disks"
 
 

@@ -104,6 +104,7 @@ class Selection:
 
     :param image: says what an image source knows of an image id.
     :param base: size in bytes of an existing disk, by its id and project.
+    :param locations: where a storage may clone an image from.
     """
 
     def __init__(
@@ -112,11 +113,13 @@ class Selection:
         backends: Backends,
         image: Callable[[str], ImageInfo],
         base: Callable[[str, str], int],
+        locations: Callable[[ImageInfo], Sequence[str]],
     ) -> None:
         self._conf = conf
         self._backends = backends
         self._image = image
         self._base = base
+        self._locations = locations
 
     def wanted(self, instance: Instance, disks: Sequence[DiskSpec]) -> list[Wanted]:
         """All disks of the instance, root first.
@@ -169,6 +172,12 @@ class Selection:
             result.append(Wanted(spec.name, "", recipe, why=why))
         _check_sums(instance, result)
         return result
+
+    def located(self, image: ImageInfo, backend: str) -> ImageInfo:
+        """With its locations, if the backend can clone it from one."""
+        if not self._backends.driver(backend).CLONES_IMAGES:
+            return image
+        return dataclasses.replace(image, locations=tuple(self._locations(image)))
 
     def place(
         self, recipe: Recipe, instance: Instance, image: ImageInfo | None
@@ -231,6 +240,8 @@ class Selection:
         if spec.disk:
             return Wanted(spec.name, bus, None, disk_id=spec.disk)
         backend, pool, volume_type, why = self._choose(instance, spec, root_image)
+        if image is not None:
+            image = self.located(image, backend)
         recipe = Recipe(
             role=spec.role,
             lifecycle=spec.lifecycle,

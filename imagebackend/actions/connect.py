@@ -15,6 +15,7 @@ from imagebackend.actions.context import (
 )
 from imagebackend.actions.replace import known_instance, must_be_idle, release
 from imagebackend.actions.settle import begin
+from imagebackend.libvirt import secret as secrets
 from imagebackend.libvirt.xml import DiskDevice, disk_xml
 from imagebackend.model import Connection, DiskState, Instance, Role
 from imagebackend.store.rows import AttachmentRow, DiskRow, GenerationRow, Reader
@@ -91,7 +92,11 @@ def libvirt_xml(ctx: Context, instance_id: str) -> Sequence[str]:
             shareable=disk.shareable,
             iotune=iotune,
         )
-        elements.append(disk_xml(device, ctx.connect(row, attachment), ctx.conf))
+        connection = ctx.connect(row, attachment)
+        secret = ctx.backend(row).secret(ctx.generation(row), connection)
+        if secret is not None:
+            secrets.define(ctx.conf, secret)
+        elements.append(disk_xml(device, connection, ctx.conf))
     return elements
 
 

@@ -122,6 +122,7 @@ class Context:
             self.backends,
             lambda image_id: self.image(image_id, auth),
             self._base_size,
+            lambda image: self.source.locations(image, auth=auth),
         )
 
     def _base_size(self, disk_id: str, project_id: str) -> int:

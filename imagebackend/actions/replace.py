@@ -156,9 +156,10 @@ def _image_of(
 ) -> ImageInfo | None:
     if recipe.image is None:
         return None
-    if root is not None and root.id == recipe.image:
-        return root
-    return ctx.image(recipe.image, auth)
+    image = root
+    if image is None or image.id != recipe.image:
+        image = ctx.image(recipe.image, auth)
+    return ctx.selection(auth).located(image, recipe.backend)
 
 
 def _must_fit(disk: DiskRow, image: ImageInfo) -> None:

@@ -154,7 +154,7 @@ def purge(ctx: Context, debts: Sequence[GenerationRow]) -> list[Finding]:
     for debt in debts:
         subject = f"object {debt.id} of {debt.backend}"
         try:
-            drop_generation(ctx, debt)
+            _delete_object(ctx, debt)
             findings.append(Finding(Severity.OK, subject, "purged"))
         except exc.ImageBackendError as error:
             with ctx.store.writing() as tx:
@@ -165,7 +165,25 @@ def purge(ctx: Context, debts: Sequence[GenerationRow]) -> list[Finding]:
 
 
 def drop_generation(ctx: Context, row: GenerationRow) -> None:
-    """The object, with its attachments of this host, then its row."""
+    """The object, with its attachments of this host, then its row.
+
+    What the storage can purge only later leaves the disk, and is a debt from now on.
+    """
+    try:
+        _delete_object(ctx, row)
+    except exc.Debt as debt:
+        LOG.warning("%s: it is a debt now", debt.message)
+        with ctx.store.writing() as tx:
+            tx.update_generation(
+                row.id,
+                state=GenerationState.DEBT,
+                disk_id=None,
+                operation_id=None,
+                reason=debt.message,
+            )
+
+
+def _delete_object(ctx: Context, row: GenerationRow) -> None:
     with ctx.store.reading() as rows:
         attachments = rows.attachments(row.id)
         # A newer handle may have been recorded since the row was read.

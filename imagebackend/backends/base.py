@@ -106,6 +106,7 @@ from imagebackend.model import (
     ImageAccess,
     Inventory,
     Placement,
+    Secret,
     Snapshot,
     Source,
     Stat,
@@ -176,6 +177,9 @@ class Backend(abc.ABC):
     OPTIONS: ClassVar[Sequence[cfg.Opt]] = ()
     #: Whether a flavor's volume type, without a backend's name, means this driver.
     VOLUME_TYPES: ClassVar[bool] = False
+    #: Whether it can clone an image where it lies: then ``ImageInfo.locations`` says
+    #: where that is.
+    CLONES_IMAGES: ClassVar[bool] = False
 
     def __init__(self, name: str, conf: cfg.ConfigOpts, deployment_id: str) -> None:
         self.name = name
@@ -232,10 +236,12 @@ class Backend(abc.ABC):
         ============ ==========================================================
         before       no connection anywhere
         after        gone, with every temporary thing beside it
-        again        absent is success
+        again        absent is success; what an earlier call owed is purged
         ============ ==========================================================
 
         :raises Busy: something has it open; the message says who.
+        :raises Debt: it is out of the way, but not all of it could be purged: the
+            caller keeps its row, and calls again later.
         """
 
     @abc.abstractmethod
@@ -267,6 +273,10 @@ class Backend(abc.ABC):
 
         :raises HostConflict: the connection is another host's.
         """
+
+    def secret(self, gen: Generation, conn: Connection) -> Secret | None:
+        """What QEMU must know to open ``conn.source``, where that names a secret."""
+        return None
 
     @abc.abstractmethod
     def stat(self, gen: Generation) -> Stat | None:

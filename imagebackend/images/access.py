@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a backend reaches an image: by its locations, or through the cache."""
+"""How a backend reaches an image's bytes: through the cache."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 from oslo_config import cfg
@@ -43,9 +43,6 @@ class CachedAccess:
     @property
     def info(self) -> ImageInfo:
         return self._info
-
-    def locations(self) -> Sequence[str]:
-        return self._source.locations(self._info, auth=self._auth)
 
     @contextlib.contextmanager
     def cached(self) -> Iterator[CachedImage]:

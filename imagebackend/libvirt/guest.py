@@ -17,6 +17,7 @@ from oslo_config import cfg
 from oslo_log import log
 
 from imagebackend import exceptions as exc
+from imagebackend.libvirt.connection import connect, library, translated
 from imagebackend.model import Progress, ProgressCallback
 
 LOG = log.getLogger(__name__)
@@ -70,13 +71,13 @@ class Guest:
 
         :raises HypervisorError: libvirt does not answer, or no such domain runs.
         """
-        libvirt = _library()
-        connection = _connection(conf)
+        libvirt = library()
+        connection = connect(conf)
         try:
             domain = connection.lookupByUUIDString(uuid)
             active = domain.isActive()
         except libvirt.libvirtError as error:
-            raise _translated(f"look up guest {uuid}", error) from error
+            raise translated(f"look up guest {uuid}", error) from error
         if not active:
             raise exc.HypervisorError(
                 f"guest {uuid} does not run: leave the guest out for work on a "
@@ -90,7 +91,7 @@ class Guest:
         return str(self._domain.UUIDString())
 
     def block_resize(self, serial: str, size: int) -> None:
-        libvirt = _library()
+        libvirt = library()
         device = self._device(serial)
         with self._errors(f"grow disk {device}"):
             self._domain.blockResize(
@@ -116,7 +117,7 @@ class Guest:
 
     @contextlib.contextmanager
     def frozen(self, *, quiesce: bool = False) -> Iterator[None]:
-        libvirt = _library()
+        libvirt = library()
         try:
             self._freeze()
         except exc.HypervisorError as error:
@@ -152,7 +153,7 @@ class Guest:
 
     def _wait(self, progress: ProgressCallback | None) -> None:
         """To the job's end; no progress for too long counts as a failure."""
-        libvirt = _library()
+        libvirt = library()
         patience = self._conf.imagebackend_libvirt.operation_timeout
         pause, done, since = _FIRST_LOOK, -1, time.monotonic()
         while True:
@@ -185,7 +186,7 @@ class Guest:
             )
 
     def _abort(self) -> None:
-        libvirt = _library()
+        libvirt = library()
         with contextlib.suppress(libvirt.libvirtError):
             self._domain.abortJob()
 
@@ -216,11 +217,11 @@ class Guest:
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        libvirt = _library()
+        libvirt = library()
         try:
             yield
         except libvirt.libvirtError as error:
-            raise _translated(f"{what} of guest {self.uuid}", error) from error
+            raise translated(f"{what} of guest {self.uuid}", error) from error
 
 
 def abort_leftover_job(conf: cfg.ConfigOpts, uuid: str) -> bool:
@@ -228,9 +229,9 @@ def abort_leftover_job(conf: cfg.ConfigOpts, uuid: str) -> bool:
 
     :raises HypervisorError: libvirt does not answer.
     """
-    libvirt = _library()
+    libvirt = library()
     try:
-        domain = _connection(conf).lookupByUUIDString(uuid)
+        domain = connect(conf).lookupByUUIDString(uuid)
         stats = domain.jobStats()
         if stats.get("operation") != libvirt.VIR_DOMAIN_JOB_OPERATION_BACKUP:
             return False
@@ -241,18 +242,18 @@ def abort_leftover_job(conf: cfg.ConfigOpts, uuid: str) -> bool:
             libvirt.VIR_ERR_OPERATION_INVALID,
         ):
             return False
-        raise _translated(f"end the backup of guest {uuid}", error) from error
+        raise translated(f"end the backup of guest {uuid}", error) from error
     return True
 
 
 def version(conf: cfg.ConfigOpts) -> str:
     """libvirt's version. :raises HypervisorError: it does not answer."""
-    libvirt = _library()
-    connection = _connection(conf)
+    libvirt = library()
+    connection = connect(conf)
     try:
         number = connection.getLibVersion()
     except libvirt.libvirtError as error:
-        raise _translated("ask libvirt for its version", error) from error
+        raise translated("ask libvirt for its version", error) from error
     return f"{number // 1000000}.{number // 1000 % 1000}.{number % 1000}"
 
 
@@ -267,47 +268,3 @@ def _backup_xml(targets: Mapping[str, str], devices: Any, format_: str) -> str:
         ET.SubElement(disk, "target", file=targets[device])
         ET.SubElement(disk, "driver", type=format_)
     return ET.tostring(backup, encoding="unicode")
-
-
-def _connection(conf: cfg.ConfigOpts) -> Any:
-    libvirt = _library()
-    uri = conf.imagebackend_libvirt.uri
-    try:
-        return libvirt.open(uri)
-    except libvirt.libvirtError as error:
-        raise exc.HypervisorError(
-            f"libvirt does not answer at {uri}: {error}: is libvirtd running, and "
-            f"[imagebackend_libvirt] uri right?",
-            uri=uri,
-        ) from error
-
-
-def _library() -> Any:
-    """libvirt's Python library, needed only for running guests.
-
-    :raises MissingDependency:
-    """
-    try:
-        import libvirt
-    except ImportError as error:
-        raise exc.MissingDependency(
-            "work on a running guest needs the Python library libvirt: install "
-            "imagebackend[libvirt]",
-            library="libvirt",
-        ) from error
-    # It would print every error to standard error by itself.
-    libvirt.registerErrorHandler(lambda _context, _error: None, None)
-    return libvirt
-
-
-def _translated(what: str, error: Any) -> exc.ImageBackendError:
-    libvirt = _library()
-    reason = error.get_error_message() or str(error)
-    code = error.get_error_code()
-    if code in (
-        libvirt.VIR_ERR_OPERATION_TIMEOUT,
-        libvirt.VIR_ERR_RESOURCE_BUSY,
-        libvirt.VIR_ERR_BLOCK_COPY_ACTIVE,
-    ) or (code == libvirt.VIR_ERR_OPERATION_INVALID and "job" in reason):
-        return exc.Busy(f"cannot {what}: {reason}", reason=reason)
-    return exc.HypervisorError(f"cannot {what}: {reason}", reason=reason)

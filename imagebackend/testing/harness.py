@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,9 +103,6 @@ class FileImage:
         return ImageInfo(
             "image", self.format, self.path, virtual_size=self.virtual_size
         )
-
-    def locations(self) -> Sequence[str]:
-        return ()
 
     @contextlib.contextmanager
     def cached(self) -> Iterator[CachedImage]:

@@ -366,7 +366,7 @@ class BackendSuite:
         first, second = backend.capacity(), harness.backend().capacity()
         assert [each.provider for each in first] == [each.provider for each in second]
         assert all(0 <= each.free <= each.total for each in first)
-        assert sum(each.used_by_us for each in first) >= 0
+        assert sum(each.used_by_us or 0 for each in first) >= 0
 
     def test_an_object_of_another_storage_is_a_configuration_error(
         self, harness: Harness, backend: Backend

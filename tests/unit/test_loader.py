@@ -135,7 +135,7 @@ def test_a_driver_that_cannot_be_loaded_fails_alone(
     if kind is exc.MissingDependency:
         assert "install what it needs" in caught.value.message
     assert backends.get("raw").name == "raw"
-    assert installed() == ["needy", "qcow2", "raw"]
+    assert installed() == ["needy", "qcow2", "raw", "rbd"]
 
 
 def test_listing_the_drivers_imports_none(install: Install) -> None:
