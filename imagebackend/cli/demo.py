@@ -28,15 +28,18 @@ if TYPE_CHECKING:
 
 _WIDTH = 20
 _IMAGE = "guest"
+#: Backends that need no more than the demo's own folder.
+_EMBEDDED = ("qcow2", "raw")
 _SNAPSHOT = "demo-snapshot"
 
 
 class Demo(Command):
     """Show on real guests what the library does
 
-    Makes an instance's disks in a new folder with the embedded defaults (qcow2 files,
-    images in a folder, SQLite), boots a small guest from them through libvirt, and
-    shows after each step what the guest itself says. In the end nothing is left.
+    Makes an instance's disks with the embedded defaults in a new folder (qcow2 files,
+    images in a folder, SQLite) or in a storage of the configuration, boots a small
+    guest from them through libvirt, and shows after each step what the guest itself
+    says. In the end nothing is left.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -49,9 +52,11 @@ class Demo(Command):
         )
         parser.add_argument(
             "--backend",
-            choices=("qcow2", "raw"),
+            metavar="NAME",
             default="qcow2",
-            help="the storage of the disks (default: %(default)s)",
+            help="the storage of the disks: qcow2, raw, or a backend of the "
+            "configuration, whose options are taken from there (default: "
+            "%(default)s)",
         )
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
@@ -95,7 +100,9 @@ class _Story:
         )
 
     def tell(self) -> None:
-        with self._manager:
+        from imagebackend.libvirt import secret
+
+        with self._manager, secret.restored(self._conf):
             try:
                 self._create()
                 self._boots()
@@ -220,10 +227,13 @@ class _Story:
 
 
 def _configuration(folder: str, backend: str, theirs: cfg.ConfigOpts) -> cfg.ConfigOpts:
-    """The embedded defaults in a folder of our own; only libvirt is the host's."""
+    """The embedded defaults in a folder of our own; libvirt is the host's, and so is a
+    storage that needs more than a folder."""
     from oslo_config import cfg
 
     from imagebackend import conf as options
+    from imagebackend.backends.loader import Backends
+    from imagebackend.conf.backends import DRIVER
 
     options.register(theirs)
     conf = cfg.ConfigOpts()
@@ -232,6 +242,11 @@ def _configuration(folder: str, backend: str, theirs: cfg.ConfigOpts) -> cfg.Con
     conf.set_override("state_path", folder, "imagebackend")
     conf.set_override("enabled_backends", [backend], "imagebackend")
     conf.set_override("uri", theirs.imagebackend_libvirt.uri, "imagebackend_libvirt")
+    if backend not in _EMBEDDED:
+        found = Backends(theirs, str).driver(backend)
+        conf.register_opts([DRIVER, *found.OPTIONS], group=backend)
+        for option in (DRIVER, *found.OPTIONS):
+            conf.set_override(option.dest, theirs[backend][option.dest], backend)
     return conf
 
 

@@ -200,7 +200,7 @@ ARROWS = {
     "testing": {"exceptions", "model", "processes", "qemu_img", "backends"},
     "cli": {
         *("exceptions", "model", "conf", "manager", "libvirt", "testing", "selection"),
-        "validation",
+        *("backends", "validation"),
     },
 }
 
