@@ -17,6 +17,7 @@ from oslo_config import cfg
 import imagebackend.conf
 from imagebackend import DiskManager, Flavor, Instance
 from imagebackend.model import GiB, MiB
+from tests.ceph import Ceph, ceph_of_the_bed
 
 #: Lines that tests want to be read, also when all is well.
 SUMMARY: list[str] = []
@@ -36,6 +37,7 @@ class HostUnderTest:
     path: Path
     conf: cfg.ConfigOpts
     managers: list[DiskManager] = field(default_factory=list)
+    ceph: Ceph | None = None
 
     @property
     def images(self) -> Path:
@@ -53,6 +55,15 @@ class HostUnderTest:
 
     def set(self, option: str, value: object, group: str = "imagebackend") -> None:
         self.conf.set_override(option, value, group)
+
+    def enable_rbd(self, ceph: Ceph) -> None:
+        """The backend ``rbd``, beside the others."""
+        self.ceph = ceph
+        with self.config_file.open("a") as file:
+            file.write(ceph.section)
+        self.conf.reload_config_files()
+        enabled = self.conf.imagebackend.enabled_backends
+        self.set("enabled_backends", [*enabled, "rbd"])
 
     def raw_image(self, name: str = "raw-image", size: int = MiB) -> bytes:
         """An image in the folder; returns its bytes, which are all different."""
@@ -94,6 +105,11 @@ class HostUnderTest:
         flavor = Flavor("small", root_gb, ephemeral_gb, swap_mb, specs)
         return Instance(id or str(uuid.uuid4()), project_id, image, flavor)
 
+    def objects(self) -> list[str]:
+        """All that disks are kept in, told by the storages' own tools."""
+        images = [] if self.ceph is None else self.ceph.images() + self.ceph.trash()
+        return self.files() + images
+
     def files(self, folder: str = "instances") -> list[str]:
         """What there is, told by the file system alone."""
         root = self.path / folder
@@ -131,6 +147,19 @@ def make_host(tmp_path: Path) -> Iterator[Callable[[str], HostUnderTest]]:
 @pytest.fixture
 def host(make_host: Callable[[str], HostUnderTest]) -> HostUnderTest:
     return make_host("host")
+
+
+@pytest.fixture(scope="session")
+def bed_ceph() -> Ceph:
+    return ceph_of_the_bed()
+
+
+@pytest.fixture
+def ceph(bed_ceph: Ceph) -> Iterator[Ceph]:
+    """The bed's Ceph, its pools empty before and after."""
+    bed_ceph.clean()
+    yield bed_ceph
+    bed_ceph.clean()
 
 
 @pytest.fixture

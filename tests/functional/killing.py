@@ -43,6 +43,8 @@ CALLS = (
 #: Calls of which every so many-th is enough: SQLite's writes into its log, of which
 #: nothing is true before the fsync that follows them.
 STEPS = {"pwrite64": 4}
+#: The same where the disks are in Ceph: its client sends, the rows are synced.
+CEPH_CALLS = ("sendmsg", "fsync,fdatasync")
 PATTERN = 0x5A
 
 
@@ -128,20 +130,10 @@ def check(scene: Scene) -> None:
     host = scene.host
     rows = scene.rows("SELECT handle, size, format, state FROM generations")
     assert all(state == "current" for *_, state in rows), rows
-    known = {json.loads(str(row[0]))["path"]: row for row in rows}
-    assert host.files() == sorted(known), "files and rows differ"
-    for name, (_, size, format_, _) in known.items():
-        info = json.loads(
-            subprocess.run(
-                [
-                    *("qemu-img", "info", "-U", "--output=json", "-f", str(format_)),
-                    str(host.path / "instances" / name),
-                ],
-                check=True,
-                capture_output=True,
-            ).stdout
-        )
-        assert info["virtual-size"] == size
+    known = {_name(str(row[0])): row for row in rows}
+    assert host.objects() == sorted(known), "objects and rows differ"
+    for name, (handle, size, format_, _) in known.items():
+        assert _size(scene, str(handle), str(format_)) == size, name
     states = {row[0] for row in scene.rows("SELECT state FROM disks")}
     assert states <= {"ready", "kept"}
     for folder in ("locks", "tmp", "cache/tmp"):
@@ -152,15 +144,12 @@ def check(scene: Scene) -> None:
 
 def content(scene: Scene, length: int = MiB) -> bytes | None:
     """The root disk's first bytes, None if there is no such disk."""
-    rows = scene.rows(
-        "SELECT g.handle, g.format FROM generations g JOIN disks d "
-        "ON d.generation_id = g.id WHERE d.name = 'root'"
-    )
+    rows = scene.rows(_ROOT)
     if not rows:
         return None
     ((handle, format_),) = rows
+    source = _reached(scene, str(handle))
     target = scene.host.path / "content"
-    source = scene.host.path / "instances" / json.loads(str(handle))["path"]
     subprocess.run(
         [
             *("qemu-img", "dd", "-f", str(format_), "-O", "raw", f"bs={length}"),
@@ -175,18 +164,51 @@ def content(scene: Scene, length: int = MiB) -> bytes | None:
 
 
 def write_root(scene: Scene) -> None:
-    ((handle, format_),) = scene.rows(
-        "SELECT g.handle, g.format FROM generations g JOIN disks d "
-        "ON d.generation_id = g.id WHERE d.name = 'root'"
-    )
+    ((handle, format_),) = scene.rows(_ROOT)
     subprocess.run(
         [
             *("qemu-io", "-f", str(format_), "-c", f"write -P {PATTERN} 0 1M"),
-            str(scene.host.path / "instances" / json.loads(str(handle))["path"]),
+            _reached(scene, str(handle)),
         ],
         check=True,
         stdout=subprocess.DEVNULL,
     )
+
+
+_ROOT = (
+    "SELECT g.handle, g.format FROM generations g JOIN disks d "
+    "ON d.generation_id = g.id WHERE d.name = 'root'"
+)
+
+
+def _name(handle: str) -> str:
+    """An object as the storage lists it."""
+    facts = json.loads(handle)
+    return str(
+        facts["path"] if "path" in facts else f"{facts['pool']}/{facts['image']}"
+    )
+
+
+def _reached(scene: Scene, handle: str) -> str:
+    """The object, for QEMU's tools."""
+    if "path" in json.loads(handle):
+        return str(scene.host.path / "instances" / _name(handle))
+    assert scene.host.ceph is not None
+    return f"rbd:{_name(handle)}:id=admin:conf={scene.host.ceph.conf}"
+
+
+def _size(scene: Scene, handle: str, format_: str) -> int:
+    if scene.host.ceph is not None and "image" in json.loads(handle):
+        return int(scene.host.ceph.info(_name(handle))["size"])
+    told = subprocess.run(
+        [
+            *("qemu-img", "info", "-U", "--output=json", "-f", format_),
+            _reached(scene, handle),
+        ],
+        check=True,
+        capture_output=True,
+    ).stdout
+    return int(json.loads(told)["virtual-size"])
 
 
 def every_kill(
@@ -198,6 +220,8 @@ def every_kill(
     calls: Sequence[str] = CALLS,
 ) -> None:
     """Kill ``work`` at every point; each time everything is checked."""
+    if scene.host.ceph is not None:
+        calls = CEPH_CALLS
     points: dict[str, int] = {}
     for call in calls:
         step = STEPS.get(call, 1)
@@ -225,11 +249,8 @@ def every_kill(
 
 
 def whole(image: Path, scene: Scene) -> None:
-    ((handle, format_),) = scene.rows(
-        "SELECT g.handle, g.format FROM generations g JOIN disks d "
-        "ON d.generation_id = g.id WHERE d.name = 'root'"
-    )
-    disk = scene.host.path / "instances" / json.loads(str(handle))["path"]
+    ((handle, format_),) = scene.rows(_ROOT)
+    disk = _reached(scene, str(handle))
     subprocess.run(
         ["qemu-img", "compare", "-q", "-f", "qcow2", "-F", str(format_), image, disk],
         check=True,

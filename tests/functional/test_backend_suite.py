@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,10 +15,11 @@ import imagebackend.conf
 from imagebackend.backends.base import Backend
 from imagebackend.backends.qcow2 import Qcow2Backend
 from imagebackend.backends.raw import RawBackend
-from imagebackend.model import Generation
+from imagebackend.model import Generation, MiB
 from imagebackend.testing.harness import Harness
 from imagebackend.testing.remote import Faults, SlowRemoteBackend
 from imagebackend.testing.suite import BackendSuite
+from tests.ceph import Ceph
 
 
 class LocalHarness(Harness):
@@ -89,6 +91,29 @@ class RemoteHarness(LocalHarness):
         return True
 
 
+class RbdHarness(LocalHarness):
+    size = 64 * MiB
+
+    def __init__(self, folder: str, ceph: Ceph) -> None:
+        from imagebackend.backends.ceph_rbd import RbdBackend
+
+        self.driver = RbdBackend  # type: ignore[misc]
+        super().__init__(folder)
+        self.ceph = ceph
+        options = {**ceph.options, "delete_timeout": 2}
+        for option, value in options.items():
+            self.conf.set_override(option, value, "mine")
+
+    def plant(self, gen: Generation) -> bool:
+        name = f"{gen.disk_name}.{gen.id}.{gen.deployment_id}"
+        self.ceph.rbd("create", f"{gen.handle['pool']}/{name}", "--size", "1")
+        return True
+
+    def foreign(self) -> bool:
+        self.ceph.rbd("create", "vms/somebody's", "--size", "1")
+        return True
+
+
 class TestRaw(BackendSuite):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Harness:
@@ -105,3 +130,9 @@ class TestSlowRemote(BackendSuite):
     @pytest.fixture(params=["fast", "file", "plain"])
     def harness(self, tmp_path: Path, request: pytest.FixtureRequest) -> Harness:
         return RemoteHarness(str(tmp_path), request.param)
+
+
+class TestRbd(BackendSuite):
+    @pytest.fixture
+    def harness(self, tmp_path: Path, ceph: Ceph) -> Iterator[Harness]:
+        yield RbdHarness(str(tmp_path), ceph)

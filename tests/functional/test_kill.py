@@ -24,8 +24,10 @@ from tests.functional.killing import (
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(params=["qcow2", "raw"])
+@pytest.fixture(params=["qcow2", "raw", "rbd"])
 def scene(request: pytest.FixtureRequest, host: HostUnderTest) -> Iterator[Scene]:
+    if request.param == "rbd":
+        host.enable_rbd(request.getfixturevalue("ceph"))
     host.set("default_backend", request.param)
     image = host.raw_image()
     manager = host.manager()
@@ -51,7 +53,7 @@ def test_create_makes_all_or_nothing(scene: Scene) -> None:
             assert not disks
             assert not scene.rows("SELECT id FROM instances")
         scene.manager.destroy(scene.instance.id)
-        assert scene.host.files() == []
+        assert scene.host.objects() == []
 
     every_kill(
         scene,

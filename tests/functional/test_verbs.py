@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every verb promises, on real qcow2 and raw files."""
+"""What every verb promises, on real qcow2 and raw files and on real Ceph."""
 
 from __future__ import annotations
 
@@ -17,34 +17,41 @@ import pytest
 
 from imagebackend import Change, DiskManager, DiskSpec, Lifecycle, Role, UploadTarget
 from imagebackend import exceptions as exc
-from imagebackend.model import Disk, DiskState, FileSource, Instance, Severity
+from imagebackend.model import Disk, DiskState, FileSource, Instance, Severity, Source
 from imagebackend.qemu_img import image_opts
+from imagebackend.testing.harness import virtual_size
 from tests.conftest import GiB, HostUnderTest, MiB, read_disk
 
-BACKENDS = ("qcow2", "raw")
+FILES = ("qcow2", "raw")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[*FILES, "rbd"])
 def backend(request: pytest.FixtureRequest, host: HostUnderTest) -> str:
     """The host's default backend."""
+    name = str(request.param)
+    if name == "rbd":
+        host.enable_rbd(request.getfixturevalue("ceph"))
+    host.set("default_backend", name)
+    return name
+
+
+@pytest.fixture(params=FILES)
+def files_backend(request: pytest.FixtureRequest, host: HostUnderTest) -> str:
+    """The same, where a test meddles with the files."""
     name = str(request.param)
     host.set("default_backend", name)
     return name
 
 
 @contextmanager
-def connected(manager: DiskManager, instance_id: str) -> Iterator[list[FileSource]]:
-    sources = []
-    for connection in manager.connect(instance_id):
-        assert isinstance(connection.source, FileSource)
-        sources.append(connection.source)
+def connected(manager: DiskManager, instance_id: str) -> Iterator[list[Source]]:
     try:
-        yield sources
+        yield [each.source for each in manager.connect(instance_id)]
     finally:
         manager.disconnect(instance_id)
 
 
-def write(source: FileSource, pattern: int, offset: int = 0, length: int = MiB) -> None:
+def write(source: Source, pattern: int, offset: int = 0, length: int = MiB) -> None:
     """As a guest would."""
     subprocess.run(
         [
@@ -56,17 +63,8 @@ def write(source: FileSource, pattern: int, offset: int = 0, length: int = MiB) 
     )
 
 
-def size_by_qemu(source: FileSource) -> int:
-    out = subprocess.run(
-        ["qemu-img", "info", "--output=json", "-U", "-f", source.format, source.path],
-        check=True,
-        capture_output=True,
-    ).stdout
-    return int(json.loads(out)["virtual-size"])
-
-
 @contextmanager
-def guest_running(source: FileSource) -> Iterator[None]:
+def guest_running(source: Source) -> Iterator[None]:
     """Something that has the disk open as a guest's QEMU has."""
     process = subprocess.Popen(
         ["qemu-io", "--image-opts", image_opts(source)],
@@ -111,9 +109,9 @@ def test_create_gives_disks_of_exact_size_with_the_images_bytes(
     change = manager.create(instance)
     assert [each.name for each in change.created] == ["root", "ephemeral0", "swap"]
     with connected(manager, instance.id) as (root, ephemeral, swap):
-        assert size_by_qemu(root) == 3 * GiB
-        assert size_by_qemu(ephemeral) == GiB
-        assert size_by_qemu(swap) == 64 * MiB
+        assert virtual_size(root) == 3 * GiB
+        assert virtual_size(ephemeral) == GiB
+        assert virtual_size(swap) == 64 * MiB
         assert read_disk(root, 0, 3 * MiB) == data
         assert read_disk(root, 3 * MiB, MiB) == bytes(MiB)
         assert read_disk(ephemeral, 0, 2048)[1080:1082] == b"\x53\xef"  # ext4's magic
@@ -138,13 +136,13 @@ def test_create_again_returns_the_same_disks(
     host.raw_image()
     instance = host.instance()
     first = manager.create(instance)
-    before = host.files()
+    before = host.objects()
     again = manager.create(instance)
     assert not again.created
     assert [each.disk_id for each in again.kept] == [
         each.disk_id for each in first.created
     ]
-    assert host.files() == before
+    assert host.objects() == before
     other = with_root(instance, 2)
     with pytest.raises(exc.Conflict, match=instance.id):
         manager.create(other)
@@ -160,7 +158,7 @@ def test_create_that_fails_half_way_leaves_nothing(
     spec = DiskSpec(name="data", image="bad", size=GiB)
     with pytest.raises(exc.ImageRejected):
         manager.create(instance, [spec])
-    assert host.files() == []
+    assert host.objects() == []
     assert list(manager.list()) == []
     nothing_wrong(manager)
     manager.create(host.instance(id=instance.id))  # the id is free again
@@ -173,7 +171,7 @@ def test_a_plan_has_no_effect(host: HostUnderTest, manager: DiskManager) -> None
         ("root", GiB),
         ("ephemeral0", GiB),
     ]
-    assert host.files() == []
+    assert host.objects() == []
     assert not (host.path / "cache").exists()
     assert list(manager.list()) == []
 
@@ -231,7 +229,7 @@ def test_two_creates_of_one_instance_at_once_make_it_once(
     for thread in threads:
         thread.join()
     assert all(isinstance(each, exc.Busy | Change) for each in results), results
-    assert len(host.files()) == 1
+    assert len(host.objects()) == 1
     nothing_wrong(manager)
 
 
@@ -262,7 +260,7 @@ def test_rebuild_gives_pristine_disks_under_the_same_ids(
         assert read_disk(root, 0, MiB) == data
         assert read_disk(ephemeral, 0, MiB) != b"\x5a" * MiB
         assert read_disk(persistent, 0, MiB) == b"\x5a" * MiB
-    assert len(host.files()) == 3
+    assert len(host.objects()) == 3
     nothing_wrong(manager)
 
 
@@ -289,10 +287,10 @@ def test_rebuild_that_fails_keeps_the_old_disk(
     manager.create(instance)
     with connected(manager, instance.id) as (root,):
         write(root, 0x77)
-    before = host.files()
+    before = host.objects()
     with pytest.raises(exc.ImageRejected):
         manager.rebuild(dataclasses.replace(instance, image="bad"))
-    assert host.files() == before
+    assert host.objects() == before
     with connected(manager, instance.id) as (root,):
         assert read_disk(root, 0, MiB) == b"\x77" * MiB
     nothing_wrong(manager)
@@ -312,7 +310,7 @@ def test_update_makes_what_is_new_and_deletes_what_falls_out(
     assert [each.name for each in change.deleted] == ["old"]
     assert [each.name for each in change.kept] == ["root"]
     assert set(by_name(manager, instance.id)) == {"root", "new"}
-    assert len(host.files()) == 2
+    assert len(host.objects()) == 2
     nothing_wrong(manager)
 
 
@@ -327,7 +325,7 @@ def test_update_grows_in_place_and_keeps_the_data(
     change = manager.update(instance, [DiskSpec(name="data", size=4 * MiB)])
     assert not change.recreated and not change.created
     with connected(manager, instance.id) as (_, data):
-        assert size_by_qemu(data) == 4 * MiB
+        assert virtual_size(data) == 4 * MiB
         assert read_disk(data, 0, MiB) == b"\x33" * MiB
     nothing_wrong(manager)
 
@@ -439,7 +437,7 @@ def test_a_persistent_disk_outlives_its_instance_and_is_attached_again(
         manager.delete_disk(disk.id)
     manager.destroy(second.id)
     assert manager.delete_disk(disk.id).deleted[0].disk_id == disk.id
-    assert host.files() == []
+    assert host.objects() == []
     nothing_wrong(manager)
 
 
@@ -494,7 +492,7 @@ def test_a_shareable_raw_disk_serves_two_instances_and_goes_with_the_last(
         "root",
         "shared",
     ]
-    assert host.files() == []
+    assert host.objects() == []
 
 
 def test_a_shareable_qcow2_disk_is_refused_in_the_plan(
@@ -551,7 +549,7 @@ def test_destroy_waits_for_no_guest_but_says_that_one_runs(
                 verb()
         assert by_name(manager, instance.id)["root"].state.settled
     manager.destroy(instance.id)
-    assert host.files() == []
+    assert host.objects() == []
     nothing_wrong(manager)
 
 
@@ -563,7 +561,7 @@ def test_destroy_works_from_the_rows_when_nothing_was_ever_connected(
     instance = host.instance()
     host.manager().create(instance)
     assert host.manager().destroy(instance.id).deleted
-    assert host.files() == []
+    assert host.objects() == []
 
 
 def test_a_failed_persistent_disk_stays_failed_when_its_instance_goes(
@@ -584,7 +582,7 @@ def test_a_failed_persistent_disk_stays_failed_when_its_instance_goes(
     with pytest.raises(exc.Conflict, match="garbled"):
         manager.create(host.instance(), [DiskSpec(name="data", disk=disk.id)])
     manager.delete_disk(disk.id)
-    assert host.files() == []
+    assert host.objects() == []
 
 
 # --- resize --------------------------------------------------------------------------
@@ -600,7 +598,7 @@ def test_resize_grows_and_keeps_the_data(
     sizes = {disk.name: disk.size for disk in manager.list(instance.id)}
     assert sizes == {"root": 5 * GiB, "ephemeral0": GiB}
     with connected(manager, instance.id) as (root, _):
-        assert size_by_qemu(root) == 5 * GiB
+        assert virtual_size(root) == 5 * GiB
         assert read_disk(root, 0, MiB) == data
     nothing_wrong(manager)
 
@@ -640,7 +638,7 @@ def test_a_snapshot_has_the_disks_bytes(
     info = manager.snapshot(instance.id, UploadTarget("snap", format_))
     assert info.digest and info.digest.startswith("sha512:")
     image = FileSource(str(host.images / f"snap.{format_}"), format_)
-    assert size_by_qemu(image) == GiB
+    assert virtual_size(image) == GiB
     assert read_disk(image, 0, MiB) == data
     assert read_disk(image, 5 * MiB, MiB) == b"\x11" * MiB
     second = host.instance("snap")
@@ -686,13 +684,13 @@ def test_a_header_that_the_guest_wrote_is_only_bytes(
     manager.resize(with_root(instance, 2))
     manager.snapshot(instance.id, UploadTarget("snap", format_))
     image = FileSource(str(host.images / f"snap.{format_}"), format_)
-    assert size_by_qemu(image) == 2 * GiB
+    assert virtual_size(image) == 2 * GiB
     assert read_disk(image, 0, 65536) == header
     assert b"top secret" not in (host.images / f"snap.{format_}").read_bytes()
     manager.rebuild(with_root(instance, 2))
     with connected(manager, instance.id) as (root,):
         assert read_disk(root, 0, 4) != b"QFI\xfb"
-        assert size_by_qemu(root) == 2 * GiB
+        assert virtual_size(root) == 2 * GiB
     nothing_wrong(manager)
 
 
@@ -794,7 +792,7 @@ def test_a_backend_that_is_not_enabled_any_more_fails_only_its_disks(
 
 
 def test_a_folder_that_is_not_mounted_is_unknown_not_empty(
-    host: HostUnderTest, manager: DiskManager, backend: str
+    host: HostUnderTest, manager: DiskManager, files_backend: str
 ) -> None:
     host.raw_image()
     instance = host.instance()
@@ -810,7 +808,7 @@ def test_a_folder_that_is_not_mounted_is_unknown_not_empty(
     (host.path / "away").rename(host.path / "instances")
     list(manager.recover(dry_run=False))
     manager.destroy(instance.id)
-    assert host.files() == []
+    assert host.objects() == []
 
 
 # --- audit ---------------------------------------------------------------------------
@@ -818,19 +816,19 @@ def test_a_folder_that_is_not_mounted_is_unknown_not_empty(
 
 @pytest.mark.field("J2", "J4")
 def test_audit_reports_both_ways_and_touches_nothing(
-    host: HostUnderTest, manager: DiskManager, backend: str
+    host: HostUnderTest, manager: DiskManager, files_backend: str
 ) -> None:
     host.raw_image()
     gone, grown, fine = host.instance(), host.instance(), host.instance()
     for each in (gone, grown, fine):
         manager.create(each)
     root = host.path / "instances"
-    paths = {name: root / name for name in host.files()}
+    paths = {name: root / name for name in host.objects()}
     lost = next(path for name, path in paths.items() if name.startswith(gone.id))
     lost.unlink()
     bigger = next(path for name, path in paths.items() if name.startswith(grown.id))
     subprocess.run(
-        ["qemu-img", "resize", "-q", "-f", backend, bigger, "3G"], check=True
+        ["qemu-img", "resize", "-q", "-f", files_backend, bigger, "3G"], check=True
     )
     marker = by_name(manager, fine.id)["root"].handle["path"].rpartition(".")[2]
     orphan = root / fine.id / f"root.{uuid.uuid4()}.{marker}"
@@ -838,7 +836,7 @@ def test_audit_reports_both_ways_and_touches_nothing(
     foreign = root / fine.id / f"root.{uuid.uuid4()}.0123456789ab"
     foreign.write_bytes(b"y")
     (root / "somebody.txt").write_text("not ours")
-    before = host.files()
+    before = host.objects()
     found = list(manager.audit())
     bad = {
         (each.subject, each.what) for each in found if each.severity is Severity.ERROR
@@ -851,7 +849,7 @@ def test_audit_reports_both_ways_and_touches_nothing(
     assert any(foreign.name in subject for subject in harmless)
     assert any("somebody.txt" in subject for subject in harmless)
     list(manager.recover(dry_run=False))
-    assert host.files() == before
+    assert host.objects() == before
 
 
 def test_export_rows_is_json_with_everything_of_the_instance(
@@ -890,14 +888,14 @@ def test_a_full_file_system_half_way_leaves_what_was_before(
     host.set("default_backend", "raw")
     first = host.instance()
     manager.create(first)
-    before = host.files()
+    before = host.objects()
     second = host.instance()
     for _ in range(2):
         with pytest.raises(exc.NoSpace, match=r"full|No space"):
             manager.create(second)
         with pytest.raises(exc.NoSpace, match=r"full|No space"):
             manager.rebuild(first)
-    assert host.files() == before
+    assert host.objects() == before
     nothing_wrong(manager)
 
 
@@ -913,7 +911,7 @@ def test_a_read_only_file_system_is_said_to_be_so(
         manager.create(host.instance())
     with pytest.raises(exc.NoSpace, match="read-only"):
         manager.destroy(instance.id)
-    assert len(host.files()) == 1
+    assert len(host.objects()) == 1
     subprocess.run(["mount", "-o", "remount,rw", small_folder], check=True)
     manager.destroy(instance.id)
-    assert host.files() == []
+    assert host.objects() == []

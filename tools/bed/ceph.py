@@ -79,6 +79,8 @@ mon max pg per osd = 1000
 log file =
 admin socket =
 rbd default features = 61
+# With the OSD's watch timeout: a dead client's image is free after 2 s, not 30.
+objecter tick interval = 0.5
 
 [mon]
 mon data = {folder}/mon
@@ -103,6 +105,7 @@ osd journal =
 osd class update on start = false
 osd crush initial weight = 1
 osd memory target = 1073741824
+osd client watch timeout = 2
 osd scrub begin hour = 0
 osd deep scrub interval = 31536000
 bluestore block size = {size}
