@@ -18,6 +18,7 @@ from imagebackend.actions import check as check_action
 from imagebackend.actions import connect as connect_action
 from imagebackend.actions import create as create_action
 from imagebackend.actions import destroy as destroy_action
+from imagebackend.actions import flatten as flatten_action
 from imagebackend.actions import inspect as inspect_action
 from imagebackend.actions import replace as replace_action
 from imagebackend.actions import resize as resize_action
@@ -88,7 +89,9 @@ class DiskManager:
         self.close()
 
     def close(self) -> None:
-        """Close the store. The next verb opens it again."""
+        """Close the store, and connections to storages. The next verb opens them
+        again."""
+        self._ctx.backends.close()
         self._ctx.store.close()
 
     @property
@@ -212,6 +215,18 @@ class DiskManager:
             into,
             guest,
             progress=progress,
+        )
+
+    def flatten(
+        self, disk_id: str, *, progress: ProgressCallback | None = None
+    ) -> None:
+        """Give a disk its own copy of what it shares with the image that it was cloned
+        from, so that the image can go. Its guest may run.
+
+        :raises NotSupported: its backend cannot.
+        """
+        self._verb(
+            flatten_action.flatten, check_id("disk id", disk_id), progress=progress
         )
 
     # --- what a guest needs ----------------------------------------------------

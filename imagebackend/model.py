@@ -206,17 +206,24 @@ class ImageInfo:
 class UploadTarget:
     """Where a snapshot goes.
 
-    :ivar source: name of the image source that takes it; for ``file``, ``image``
-        may be an absolute path of a file that does not exist yet.
     :ivar image: the id that the image gets, or has already where the caller made
         it.
     :ivar disk_format: ``qcow2`` or ``raw``.
+    :ivar source: name of the image source that takes it, empty: the host's; for
+        ``file``, ``image`` may be an absolute path of a file that does not exist yet.
+    :ivar name: of an image that has none yet, empty: its id.
+    :ivar owner: the project that gets an image that is not there yet, empty: the
+        instance's.
+    :ivar min_disk: bytes that a disk from it needs, 0: what the snapshot's disk has.
     """
 
     image: str
     disk_format: str = "qcow2"
-    source: str = "file"
+    source: str = ""
     properties: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    owner: str = ""
+    min_disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,6 +540,7 @@ class Capabilities:
     revert: bool = False
     reimage: bool = False
     fence: bool = False
+    flatten: bool = False
     granularity: int = 512
     formats: Sequence[str] = ("raw",)
 

@@ -102,7 +102,7 @@ class Wanted:
 class Selection:
     """Chooses by this host's configuration.
 
-    :param image: says what an image source knows of an image id.
+    :param image: says what an image source knows of an image id, to a project.
     :param base: size in bytes of an existing disk, by its id and project.
     :param locations: where a storage may clone an image from.
     """
@@ -111,7 +111,7 @@ class Selection:
         self,
         conf: cfg.ConfigOpts,
         backends: Backends,
-        image: Callable[[str], ImageInfo],
+        image: Callable[[str, str], ImageInfo],
         base: Callable[[str, str], int],
         locations: Callable[[ImageInfo], Sequence[str]],
     ) -> None:
@@ -130,7 +130,9 @@ class Selection:
         check_flavor(instance.flavor, self._conf.imagebackend.allow_flavor_override)
         check_specs(disks)
         specs = specs_of(instance, disks)
-        image = self._image(instance.image) if instance.image else None
+        image = (
+            self._image(instance.image, instance.project_id) if instance.image else None
+        )
         wanted = [self._resolve(instance, spec, image) for spec in specs]
         _check_sums(instance, wanted)
         for bus, room in _ROOM.items():
@@ -220,7 +222,7 @@ class Selection:
         check_spec(spec)
         image = root_image
         if spec.image and (root_image is None or spec.image != root_image.id):
-            image = self._image(spec.image)
+            image = self._image(spec.image, instance.project_id)
         elif not spec.image:
             image = None
         teller = root_image or image

@@ -59,7 +59,7 @@ class HostUnderTest:
     def enable_rbd(self, ceph: Ceph) -> None:
         """The backend ``rbd``, beside the others."""
         self.ceph = ceph
-        with self.config_file.open("a") as file:
+        with open(self.conf.config_file[0], "a") as file:
             file.write(ceph.section)
         self.conf.reload_config_files()
         enabled = self.conf.imagebackend.enabled_backends

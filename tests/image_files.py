@@ -134,7 +134,9 @@ class MemorySource(ImageSource):
         self.spoil = spoil
         self.opened = 0
 
-    def get(self, image_id: str, *, auth: Any = None) -> ImageInfo:
+    def get(
+        self, image_id: str, *, auth: Any = None, project_id: str = ""
+    ) -> ImageInfo:
         return info_of("raw", self.images[image_id], name=image_id)
 
     @contextlib.contextmanager

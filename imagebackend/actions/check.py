@@ -116,9 +116,7 @@ def _defaults(ctx: Context) -> str:
 
 
 def _source(ctx: Context) -> str:
-    source = ctx.source
-    count = sum(1 for _ in source.list())
-    return f"{ctx.conf.imagebackend_images.source}: {count} images"
+    return f"{ctx.conf.imagebackend_images.source}: {ctx.source.check()}"
 
 
 def _cache(ctx: Context) -> str:

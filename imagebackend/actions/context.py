@@ -72,7 +72,7 @@ class Context:
         self.backends = Backends(conf, lambda: self.deployment_id)
         self._lock = threading.RLock()
         self._deployment_id: str | None = None
-        self._source: ImageSource | None = None
+        self._sources: dict[str, ImageSource] = {}
         self._cache: ImageCache | None = None
 
     @property
@@ -85,10 +85,15 @@ class Context:
 
     @property
     def source(self) -> ImageSource:
+        return self.source_of("")
+
+    def source_of(self, name: str) -> ImageSource:
+        """The image source of that name, or this host's."""
+        name = name or self.conf.imagebackend_images.source
         with self._lock:
-            if self._source is None:
-                self._source = load_source(self.conf)
-            return self._source
+            if name not in self._sources:
+                self._sources[name] = load_source(self.conf, name)
+            return self._sources[name]
 
     @property
     def cache(self) -> ImageCache:
@@ -107,22 +112,26 @@ class Context:
     def generation(self, row: GenerationRow) -> Generation:
         return row.generation(self.deployment_id)
 
-    def image(self, image_id: str, auth: Any = None) -> ImageInfo:
-        """What is known of an image; its virtual size too if it is in the cache."""
-        info = self.source.get(image_id, auth=auth)
+    def image(self, image_id: str, project_id: str, auth: Any = None) -> ImageInfo:
+        """What is known of an image; its virtual size too if it is in the cache.
+
+        :raises ImageNotFound: there is none that the project may use.
+        """
+        info = self.source.get(image_id, auth=auth, project_id=project_id)
         if info.virtual_size is None:
             cached = self.cache.lookup(self.cache.entry_name(info))
             if cached is not None:
                 info = dataclasses.replace(info, virtual_size=cached.virtual_size)
         return info
 
-    def selection(self, auth: Any = None) -> Selection:
+    def selection(self, auth: Any = None, *, effects: bool = True) -> Selection:
+        """:param effects: an image may be copied to where a storage can clone it."""
         return Selection(
             self.conf,
             self.backends,
-            lambda image_id: self.image(image_id, auth),
+            lambda image_id, project_id: self.image(image_id, project_id, auth),
             self._base_size,
-            lambda image: self.source.locations(image, auth=auth),
+            lambda image: self.source.locations(image, auth=auth, copy=effects),
         )
 
     def _base_size(self, disk_id: str, project_id: str) -> int:

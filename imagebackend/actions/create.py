@@ -49,7 +49,7 @@ def plan(
     ctx: Context, instance: Instance, disks: Sequence[DiskSpec], auth: Any = None
 ) -> Plan:
     """What ``create`` would do; no effect."""
-    selection = ctx.selection(auth)
+    selection = ctx.selection(auth, effects=False)
     planned: list[PlannedDisk] = []
     attached: list[str] = []
     devices: list[str] = []

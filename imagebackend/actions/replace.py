@@ -84,7 +84,9 @@ def rebuild(
             instance=instance.id,
         )
     instance = dataclasses.replace(recorded, image=instance.image or recorded.image)
-    new_root = ctx.image(instance.image, auth) if instance.image else None
+    new_root = (
+        ctx.image(instance.image, instance.project_id, auth) if instance.image else None
+    )
     with begin(ctx, "rebuild", instance.id) as operation:
         row, present = _present(ctx, instance.id, "rebuild")
         steps = _Steps()
@@ -98,7 +100,7 @@ def rebuild(
                 _must_fit(disk, new_root)
             if recipe.path is not None:
                 file_size(f"path of disk {owner.name!r}", recipe.path)
-            image = _image_of(ctx, recipe, new_root, auth)
+            image = _image_of(ctx, recipe, instance, new_root, auth)
             steps.recreate.append((owner, disk, recipe, image))
         disks = specs_of(row.request)
         return _apply(
@@ -152,13 +154,17 @@ def known_instance(rows: Any, instance_id: str) -> InstanceRow:
 
 
 def _image_of(
-    ctx: Context, recipe: Recipe, root: ImageInfo | None, auth: Any
+    ctx: Context,
+    recipe: Recipe,
+    instance: Instance,
+    root: ImageInfo | None,
+    auth: Any,
 ) -> ImageInfo | None:
     if recipe.image is None:
         return None
     image = root
     if image is None or image.id != recipe.image:
-        image = ctx.image(recipe.image, auth)
+        image = ctx.image(recipe.image, instance.project_id, auth)
     return ctx.selection(auth).located(image, recipe.backend)
 
 

@@ -25,7 +25,7 @@ from imagebackend.model import (
     Finding,
     GenerationState,
     Severity,
-    Snapshot,
+    UploadTarget,
 )
 from imagebackend.store.operations import Operation
 from imagebackend.store.rows import DiskRow, GenerationRow, Transaction
@@ -79,6 +79,10 @@ def settle(ctx: Context, operation: Operation) -> list[Finding]:
     # A temporary volume hangs on the snapshot that it was made from.
     steps.findings += pay_debts(ctx, operation.id)
     for snapshot in snapshots:
+        steps.run(
+            f"half of an image from snapshot {snapshot.id}",
+            functools.partial(_withdraw, ctx, operation, snapshot.id),
+        )
         steps.run(
             f"snapshot {snapshot.id}",
             functools.partial(drop_snapshot, ctx, snapshot.id),
@@ -292,11 +296,29 @@ def drop_snapshot(ctx: Context, snapshot_id: str) -> None:
         row = rows.snapshot(snapshot_id)
         of = rows.generation(row.generation_id) if row else None
     if row is not None and of is not None:
-        taken = Snapshot(row.id, row.generation_id, row.size, row.handle)
-        ctx.backend(of).delete_snapshot(ctx.generation(of), taken)
+        ctx.backend(of).delete_snapshot(ctx.generation(of), row.snapshot)
     if row is not None:
         with ctx.store.writing() as tx:
             tx.delete(row)
+
+
+def _withdraw(ctx: Context, operation: Operation, snapshot_id: str) -> None:
+    """What the storage put beside an image source that did not take it."""
+    into = _into(operation)
+    with ctx.store.reading() as rows:
+        row = rows.snapshot(snapshot_id)
+        of = rows.generation(row.generation_id) if row else None
+    if into is None or row is None or of is None:
+        return
+    source = ctx.source_of(into.source)
+    if source.takes_locations and not source.has(into):
+        ctx.backend(of).withdraw(ctx.generation(of), row.snapshot, into)
+
+
+def _into(operation: Operation) -> UploadTarget | None:
+    """Where a snapshot was to go."""
+    into = operation.row.detail.get("into")
+    return into and model.from_json(UploadTarget, json.loads(into))
 
 
 def _abort_guest_job(ctx: Context, domain: str) -> str | None:
@@ -306,10 +328,9 @@ def _abort_guest_job(ctx: Context, domain: str) -> str | None:
 
 def _discard_upload(ctx: Context, operation: Operation) -> None:
     """An image that a dead snapshot had begun to hand over."""
-    into = operation.row.detail.get("into")
+    into = _into(operation)
     if into is not None:
-        target = model.from_json(model.UploadTarget, json.loads(into))
-        ctx.source.discard(target, operation.id)
+        ctx.source_of(into.source).discard(into, operation.id)
 
 
 def _drop_empty_instance(operation: Operation, tx: Transaction) -> None:

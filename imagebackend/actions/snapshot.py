@@ -8,6 +8,7 @@ path; the bytes are exported afterwards.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import uuid
 from collections.abc import Iterator
@@ -16,10 +17,18 @@ from oslo_log import log
 
 from imagebackend import exceptions as exc
 from imagebackend import model
-from imagebackend.actions.context import Context, free, hold, recipe_of, settle_disk
+from imagebackend.actions.context import (
+    Context,
+    free,
+    hold,
+    instance_of,
+    recipe_of,
+    settle_disk,
+)
 from imagebackend.actions.replace import known_instance, must_be_idle
 from imagebackend.actions.settle import begin, drop_generation, drop_snapshot
 from imagebackend.backends.base import FromSnapshot
+from imagebackend.images.base import ImageSource
 from imagebackend.libvirt.guest import GuestDisks
 from imagebackend.model import (
     DiskState,
@@ -39,6 +48,7 @@ from imagebackend.store.rows import (
     AttachmentRow,
     DiskRow,
     GenerationRow,
+    InstanceRow,
     OwnerRow,
     SnapshotRow,
 )
@@ -60,7 +70,10 @@ def snapshot(
         raise exc.InvalidValue(
             "format of the image", into.disk_format, "one of " + ", ".join(_FORMATS)
         )
-    ctx.source.check_target(into)
+    source = ctx.source_of(into.source)
+    source.check_target(into)
+    with ctx.store.reading() as rows:
+        into = _complete(into, known_instance(rows, instance_id))
     detail = {"into": model.dumps(into)}
     if guest is not None:
         detail["domain"] = guest.uuid
@@ -74,14 +87,14 @@ def snapshot(
         free(disk, "snapshot")
         with ctx.store.writing() as tx:
             held = hold(tx, disk, DiskState.SNAPSHOTTING, operation)
-        path = os.path.join(operation.workdir(), f"{disk.id}.{into.disk_format}")
+        if not into.min_disk:
+            into = dataclasses.replace(into, min_disk=disk.size)
+        work = _Work(ctx, operation, disk, owner, row, into, source, progress)
         if guest is None:
             must_be_idle(ctx, disk, owner)
-            with _connected(ctx, operation, row, owner) as source:
-                _export(ctx, source, path, into, progress)
+            info = work.stopped()
         else:
-            _running(ctx, operation, guest, disk, owner, row, path, into, progress)
-        info = ctx.source.put(into, path, operation.id, progress=progress)
+            info = work.running(guest)
         with ctx.store.writing() as tx:
             settle_disk(tx, held)
             operation.finish(tx)
@@ -100,46 +113,103 @@ def _root(
     )
 
 
-def _export(
-    ctx: Context,
-    source: Source,
-    path: str,
-    into: UploadTarget,
-    progress: ProgressCallback | None,
-) -> None:
-    QemuImg(ctx.conf).convert_to_file(
-        source, path, into.disk_format, progress=progress, what="snapshot"
+def _complete(into: UploadTarget, instance: InstanceRow) -> UploadTarget:
+    """With what Nova's snapshots say of themselves as well; the caller's word wins."""
+    request = instance_of(instance.request)
+    says = {"image_type": "snapshot", "instance_uuid": request.id}
+    if request.image:
+        says["base_image_ref"] = request.image
+    return dataclasses.replace(
+        into,
+        properties={**says, **into.properties},
+        owner=into.owner or request.project_id,
     )
 
 
-def _running(
-    ctx: Context,
-    operation: Operation,
-    guest: GuestDisks,
-    disk: DiskRow,
-    owner: OwnerRow,
-    row: GenerationRow,
-    path: str,
-    into: UploadTarget,
-    progress: ProgressCallback | None,
-) -> None:
-    way = ctx.backend(row).capabilities(ctx.generation(row)).live_snapshot
-    quiesce = recipe_of(disk).quiesce
-    if way is Way.HYPERVISOR:
-        guest.backup(
-            {disk.id: path}, into.disk_format, quiesce=quiesce, progress=progress
-        )
-    elif way is Way.STORAGE:
-        with guest.frozen(quiesce=quiesce):
-            taken = _storage_snapshot(ctx, operation, row)
-        with _snapshot_source(ctx, operation, row, owner, taken) as source:
-            _export(ctx, source, path, into, progress)
-        drop_snapshot(ctx, taken.id)
-    else:
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """One snapshot, by the way that the backend has for it."""
+
+    ctx: Context
+    operation: Operation
+    disk: DiskRow
+    owner: OwnerRow
+    row: GenerationRow
+    into: UploadTarget
+    target: ImageSource
+    progress: ProgressCallback | None
+
+    def stopped(self) -> ImageInfo:
+        if self._can_publish():
+            return self._of_storage_snapshot(contextlib.nullcontext())
+        with _connected(self.ctx, self.operation, self.row, self.owner) as source:
+            return self._upload(self._export(source))
+
+    def running(self, guest: GuestDisks) -> ImageInfo:
+        ctx, row = self.ctx, self.row
+        way = ctx.backend(row).capabilities(ctx.generation(row)).live_snapshot
+        quiesce = recipe_of(self.disk).quiesce
+        if way is Way.HYPERVISOR:
+            path = self._path()
+            guest.backup(
+                {self.disk.id: path},
+                self.into.disk_format,
+                quiesce=quiesce,
+                progress=self.progress,
+            )
+            return self._upload(path)
+        if way is Way.STORAGE:
+            return self._of_storage_snapshot(guest.frozen(quiesce=quiesce))
         raise exc.NotSupported(
-            f"backend {row.backend!r} cannot take a snapshot of disk {owner.name!r} "
-            f"while its guest runs: stop the guest first",
-            disk=disk.id,
+            f"backend {row.backend!r} cannot take a snapshot of disk "
+            f"{self.owner.name!r} while its guest runs: stop the guest first",
+            disk=self.disk.id,
+        )
+
+    def _can_publish(self) -> bool:
+        row = self.row
+        can = self.ctx.backend(row).capabilities(self.ctx.generation(row))
+        same = self.into.disk_format == row.format
+        return self.target.takes_locations and same and can.snapshot
+
+    def _of_storage_snapshot(
+        self, frozen: contextlib.AbstractContextManager[None]
+    ) -> ImageInfo:
+        ctx, row = self.ctx, self.row
+        with frozen:
+            taken = _storage_snapshot(ctx, self.operation, row)
+        location = None
+        if self._can_publish():
+            location = ctx.backend(row).publish(ctx.generation(row), taken, self.into)
+        if location is not None:
+            info = self.target.register(self.into, location, self.operation.id)
+        else:
+            with _snapshot_source(
+                ctx, self.operation, row, self.owner, taken
+            ) as source:
+                path = self._export(source)
+            info = self._upload(path)
+        drop_snapshot(ctx, taken.id)
+        return info
+
+    def _path(self) -> str:
+        name = f"{self.disk.id}.{self.into.disk_format}"
+        return os.path.join(self.operation.workdir(), name)
+
+    def _export(self, source: Source) -> str:
+        path = self._path()
+        QemuImg(self.ctx.conf).convert_to_file(
+            source,
+            path,
+            self.into.disk_format,
+            progress=self.progress,
+            what="snapshot",
+        )
+        return path
+
+    def _upload(self, path: str) -> ImageInfo:
+        return self.target.put(
+            self.into, path, self.operation.id, progress=self.progress
         )
 
 

@@ -106,6 +106,7 @@ from imagebackend.model import (
     ImageAccess,
     Inventory,
     Placement,
+    ProgressCallback,
     Secret,
     Snapshot,
     Source,
@@ -294,6 +295,10 @@ class Backend(abc.ABC):
     def capacity(self) -> Sequence[Inventory]:
         """Room. Starts no child process, opens no object."""
 
+    def close(self) -> None:
+        """Let go of connections and the like; the next call makes them anew."""
+        _ = self
+
     # --- optional: capabilities() said first whether it works ----------------
 
     def resize(self, gen: Generation, size: int) -> int:
@@ -318,10 +323,28 @@ class Backend(abc.ABC):
         announced it in the row."""
         raise self._cannot("reimage", gen.id)
 
-    def publish(self, snap: Snapshot, image: UploadTarget) -> bool:
-        """Turn a snapshot into an image by the storage's own fast way. False: there
-        is none to there, so stream it."""
-        return False
+    def flatten(
+        self, gen: Generation, *, progress: ProgressCallback | None = None
+    ) -> None:
+        """Give the object its own copy of what it shares with others, so that they
+        can go. It may be in use. Shares nothing: success."""
+        raise self._cannot("flatten", gen.id)
+
+    def publish(
+        self, gen: Generation, snap: Snapshot, into: UploadTarget
+    ) -> str | None:
+        """Put a snapshot where the image source keeps its images, without moving it
+        through the host's files.
+
+        :returns: its location, for the source to register; None: there is no such
+            way to there, so stream it.
+        """
+        return None
+
+    def withdraw(self, gen: Generation, snap: Snapshot, into: UploadTarget) -> None:
+        """Remove what :meth:`publish` put there, also half of it: the image source
+        has not taken it. Nothing there is success."""
+        _ = gen, snap, into
 
     def fence(self, gen: Generation, host_id: str, conn: Connection) -> Fenced:
         """Cut a host, which the caller judged dead, off from this object."""

@@ -150,7 +150,7 @@ class Cluster:
         *args: Any,
         pool: str = "",
         needs: str = WRITE,
-        progress: bool = False,
+        progress: bool | Callable[[int, int], None] = False,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> T:
@@ -159,7 +159,7 @@ class Cluster:
         :param what: for the message, as ``create image vms/x``.
         :param pool: that it works on; with ``needs``, what cap that takes.
         :param progress: ``function`` takes ``on_progress``; each report renews the
-            deadline.
+            deadline, and is passed on.
         :raises StorageUnavailable: no answer in time.
         :raises ObjectMissing, ObjectExists, Busy, ConfigError, StorageError:
         """
@@ -167,9 +167,11 @@ class Cluster:
         alive = time.monotonic()
         if progress:
 
-            def on_progress(_done: int, _total: int) -> int:
+            def on_progress(done: int, total: int) -> int:
                 nonlocal alive
                 alive = time.monotonic()
+                if callable(progress):
+                    progress(done, total)
                 return 0
 
             kwargs["on_progress"] = on_progress
@@ -281,6 +283,15 @@ class Cluster:
                 backend=self.backend,
             ) from error
 
+    def close(self) -> None:
+        """End the connection; the next call makes a new one."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            # One that does not answer is not waited for.
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                _in_thread(connection.close).exception(self._connect_timeout)
+
     def _drop(self) -> None:
         """Leave a connection behind that does not answer."""
         with self._lock:
@@ -391,6 +402,13 @@ class _Connection:
                     ) from None
             return self._pools[pool]
 
+    def close(self) -> None:
+        with self._lock:
+            pools, self._pools = self._pools, {}
+        for ioctx in pools.values():
+            ioctx.close()
+        self.rados.shutdown()
+
 
 class Image:
     """An open image, each call with its deadline."""
@@ -431,6 +449,13 @@ class Image:
         except KeyError:
             return None
         return value
+
+    def has_parent(self) -> bool:
+        try:
+            self.do("parent_info")
+        except exc.ObjectMissing:
+            return False
+        return True
 
     def watchers(self) -> list[str]:
         """Addresses of the clients that have it open, without this one."""

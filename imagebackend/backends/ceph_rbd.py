@@ -54,11 +54,14 @@ from imagebackend.model import (
     Marker,
     Path,
     Placement,
+    Progress,
+    ProgressCallback,
     Secret,
     Severity,
     Snapshot,
     Source,
     Stat,
+    UploadTarget,
     Want,
     Way,
 )
@@ -70,6 +73,9 @@ LOG = log.getLogger(__name__)
 _MARK = "imagebackend"
 #: Names of our snapshots start with it.
 _SNAPSHOT = "imagebackend-"
+#: What Glance calls the snapshot that an image is cloned from (glance_store's
+#: _drivers/rbd.py).
+_GLANCE_SNAPSHOT = "snap"
 _SECTOR = 512
 #: Several clients write to a shareable image: no lock for one of them alone, and
 #: nothing that needs it.
@@ -110,6 +116,12 @@ class RbdBackend(Backend):
                     self.options.operation_timeout,
                 )
             return self._made
+
+    def close(self) -> None:
+        with self._lock:
+            made, self._made = self._made, None
+        if made is not None:
+            made.close()
 
     # --- places --------------------------------------------------------------
 
@@ -178,6 +190,7 @@ class RbdBackend(Backend):
             shareable=True,
             snapshot=True,
             revert=True,
+            flatten=True,
             granularity=_SECTOR,
         )
 
@@ -591,7 +604,7 @@ class RbdBackend(Backend):
             name = None if where else child["image"]
             with self._cluster.image(child["pool"], name, **where) as image:
                 LOG.info("flattening %s: its parent goes", image.label)
-                image.do("flatten", progress=True)
+                self._flatten(image)
 
     # --- connect -----------------------------------------------------------------
 
@@ -724,6 +737,73 @@ class RbdBackend(Backend):
                     f"flatten them first",
                     snapshot=snap.id,
                 )
+
+    def flatten(
+        self, gen: Generation, *, progress: ProgressCallback | None = None
+    ) -> None:
+        pool, name = self._own(gen)
+        try:
+            with self._cluster.image(pool, name) as image:
+                self._flatten(image, progress)
+        except exc.ObjectMissing:
+            raise self._missing(gen, pool, name) from None
+
+    def _flatten(self, image: Image, progress: ProgressCallback | None = None) -> None:
+        if not image.has_parent():
+            return
+
+        def seen(done: int, total: int) -> None:
+            if progress is not None:
+                progress(Progress("flatten", done, total))
+
+        image.do("flatten", progress=seen)
+
+    # --- snapshots as images -----------------------------------------------------
+
+    def publish(
+        self, gen: Generation, snap: Snapshot, into: UploadTarget
+    ) -> str | None:
+        target = self.options.image_pool
+        if not target or into.disk_format != "raw":
+            return None
+        pool, name = self._own(gen)
+        parent = _Parent(pool, name, _snapshot_name(snap.id))
+        if self._exists(target, into.image):
+            raise self._foreign(target, into.image)
+        try:
+            self._clone_own(gen, target, into.image, parent)
+        except exc.ConfigError as error:
+            if self.conf.imagebackend.slow_path == "refuse":
+                raise
+            LOG.warning("%s: the snapshot is uploaded instead", error.message)
+            return None
+        with self._cluster.image(target, into.image) as image:
+            image.do("metadata_set", _MARK, json.dumps({"published": into.image}))
+            # Glance's images stand alone, and have a protected snapshot of this name.
+            self._flatten(image)
+            image.do("create_snap", _GLANCE_SNAPSHOT)
+            image.do("protect_snap", _GLANCE_SNAPSHOT)
+        return f"rbd://{self._cluster.fsid}/{target}/{into.image}/{_GLANCE_SNAPSHOT}"
+
+    def withdraw(self, gen: Generation, snap: Snapshot, into: UploadTarget) -> None:
+        target = self.options.image_pool
+        if not target or not self._exists(target, into.image):
+            return
+        try:
+            with self._cluster.image(target, into.image) as image:
+                mark = _mark_of(image)
+                # A clone has its parent's mark, until it gets its own.
+                if into.image != mark.get("published") and gen.id != mark.get(
+                    "generation"
+                ):
+                    return
+                for each in image.snapshots():
+                    if image.do("is_protected_snap", each["name"]):
+                        image.do("unprotect_snap", each["name"])
+                    image.do("remove_snap", each["name"])
+        except exc.ObjectMissing:
+            LOG.info("half of image %s/%s is removed", target, into.image)
+        self._remove_now(target, into.image)
 
     def revert(self, gen: Generation, snap: Snapshot) -> None:
         pool, name = self._own(gen)

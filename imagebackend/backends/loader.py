@@ -20,7 +20,11 @@ from imagebackend.conf import backends as options
 
 NAMESPACE = "imagebackend.backends"
 #: Drivers of this project's own that need more than the library itself.
-_EXTRAS = frozenset({"rbd", "cinder"})
+#: Where the libraries of our own drivers come from.
+_LIBRARIES = {
+    "rbd": "python3-rados and python3-rbd of your distribution (imagebackend[rbd])",
+    "cinder": "imagebackend[cinder]",
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 
 
@@ -76,6 +80,13 @@ class Backends:
     def __iter__(self) -> Iterator[Backend]:
         """:raises ImageBackendError: at the first that cannot be loaded."""
         return (self.get(name) for name in self.names)
+
+    def close(self) -> None:
+        """Let every backend's connections go."""
+        with self._lock:
+            loaded = list(self._loaded.values())
+        for backend in loaded:
+            backend.close()
 
     def _load(self, name: str) -> Backend:
         if name not in self.names:
@@ -144,7 +155,7 @@ def _import(name: str, wanted: str) -> type[Backend]:
 
 
 def _missing(name: str, wanted: str, error: ImportError) -> exc.MissingDependency:
-    package = f"imagebackend[{wanted}]" if wanted in _EXTRAS else "what it needs"
+    package = _LIBRARIES.get(wanted, "what it needs")
     return exc.MissingDependency(
         f"backend {name!r}: driver {wanted!r} cannot be loaded ({error}): install "
         f"{package}",

@@ -375,6 +375,22 @@ class Snapshot(base.ShowOne):
         return (info.id, info.disk_format, output.Size(info.size), info.digest)
 
 
+class Flatten(base.Command):
+    """Give a disk its own copy of what it shares with its image.
+
+    Afterwards the image can be removed where it lies. The guest may run.
+    """
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("disk", metavar="DISK", help="uuid of the disk")
+
+    def take_action(self, parsed_args: argparse.Namespace) -> int:
+        with self.app.progress() as progress:
+            self.manager.flatten(parsed_args.disk, progress=progress)
+        self.app.note(f"disk {parsed_args.disk} stands alone")
+        return 0
+
+
 class Xml(base.Command):
     """Print libvirt's elements for an instance's disks.
 

@@ -12,9 +12,17 @@ from collections.abc import Sequence
 from oslo_config import cfg
 
 from imagebackend import exceptions as exc
-from imagebackend.conf import backends, host, images, libvirt, qemu_img, store
+from imagebackend.conf import (
+    backends,
+    glance,
+    host,
+    images,
+    libvirt,
+    qemu_img,
+    store,
+)
 
-_MODULES = (host, store, images, qemu_img, libvirt)
+_MODULES = (host, store, images, glance, qemu_img, libvirt)
 #: Groups that no backend can have.
 GROUPS = ("DEFAULT", *(module.GROUP.name for module in _MODULES))
 

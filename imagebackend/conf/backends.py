@@ -43,6 +43,12 @@ RBD = [
         "another one by ``imagebackend:pool``.",
     ),
     cfg.StrOpt(
+        "image_pool",
+        help="Pool where Glance keeps its images, if the user may write there: raw "
+        "snapshots go straight into it, without a way through this host's files, and "
+        "have no digest in Glance. Unset: all snapshots are uploaded.",
+    ),
+    cfg.StrOpt(
         "secret_uuid",
         help="UUID of a libvirt secret that has the user's key already. Unset: one is "
         "derived from cluster and user, and defined when it is needed.",

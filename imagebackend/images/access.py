@@ -57,8 +57,8 @@ class CachedAccess:
             yield image
 
 
-def load_source(conf: cfg.ConfigOpts) -> ImageSource:
-    """The source that ``[imagebackend_images] source`` names.
+def load_source(conf: cfg.ConfigOpts, name: str = "") -> ImageSource:
+    """The source of that name, or the one that ``[imagebackend_images] source`` names.
 
     :raises ConfigError: there is none of that name.
     :raises MissingDependency: it needs a library that is not installed.
@@ -66,7 +66,9 @@ def load_source(conf: cfg.ConfigOpts) -> ImageSource:
     from stevedore import DriverManager
     from stevedore.exception import NoMatches
 
-    name = conf.imagebackend_images.source
+    option = "[imagebackend_images] source"
+    what = "image source of the snapshot" if name else option
+    name = name or conf.imagebackend_images.source
     try:
         manager: DriverManager[Any] = DriverManager(
             NAMESPACE,
@@ -77,8 +79,7 @@ def load_source(conf: cfg.ConfigOpts) -> ImageSource:
         )
     except NoMatches as error:
         raise exc.ConfigError(
-            f"[imagebackend_images] source is {name!r}: there is no such entry point "
-            f"in {NAMESPACE}",
+            f"{what} is {name!r}: there is no such entry point in {NAMESPACE}",
             source=name,
         ) from error
     except ImportError as error:

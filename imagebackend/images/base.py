@@ -6,10 +6,11 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from oslo_config import cfg
 
+from imagebackend import exceptions as exc
 from imagebackend.model import ImageInfo, ProgressCallback, UploadTarget
 
 #: Declared formats that can become a disk; ``iso`` only as a CD.
@@ -31,12 +32,22 @@ class ImageSource(abc.ABC):
     sources that must ask as the caller.
     """
 
+    #: Whether :meth:`register` works.
+    takes_locations: ClassVar[bool] = False
+
     def __init__(self, conf: cfg.ConfigOpts) -> None:
         self.conf = conf
 
     @abc.abstractmethod
-    def get(self, image_id: str, *, auth: Any = None) -> ImageInfo:
-        """:raises ImageNotFound: there is none, or the caller may not use it."""
+    def get(
+        self, image_id: str, *, auth: Any = None, project_id: str = ""
+    ) -> ImageInfo:
+        """What there is to know of an image.
+
+        :param project_id: that must be allowed to use it where there is no ``auth``;
+            empty: nobody in particular.
+        :raises ImageNotFound: there is none, or the caller may not use it.
+        """
 
     @abc.abstractmethod
     def open(
@@ -48,8 +59,13 @@ class ImageSource(abc.ABC):
         :raises StorageUnavailable: the source does not answer; worth another try.
         """
 
-    def locations(self, info: ImageInfo, *, auth: Any = None) -> Sequence[str]:
-        """Where a storage may clone it from; empty: only :meth:`open` has it."""
+    def locations(
+        self, info: ImageInfo, *, auth: Any = None, copy: bool = False
+    ) -> Sequence[str]:
+        """Where a storage may clone it from; empty: only :meth:`open` has it.
+
+        :param copy: first bring it to where one can, if the operator wants that.
+        """
         return ()
 
     @abc.abstractmethod
@@ -74,6 +90,17 @@ class ImageSource(abc.ABC):
             left.
         """
 
+    def register(self, into: UploadTarget, location: str, token: str) -> ImageInfo:
+        """Take what a storage has put at ``location`` as the image's data.
+
+        Only where :attr:`takes_locations` is true.
+        """
+        raise exc.NotSupported(f"this image source takes no location: {location}")
+
+    def has(self, into: UploadTarget) -> bool:
+        """Whether the image is there and whole."""
+        return False
+
     @abc.abstractmethod
     def discard(self, into: UploadTarget, token: str) -> None:
         """Remove what a dead :meth:`put` left half made; an image that is whole
@@ -82,3 +109,7 @@ class ImageSource(abc.ABC):
     @abc.abstractmethod
     def list(self) -> Iterator[ImageInfo]:
         """All images that the source itself can name."""
+
+    def check(self) -> str:
+        """What an operator wants to know of it. :raises HostError, StorageError:"""
+        return f"{sum(1 for _ in self.list())} images"

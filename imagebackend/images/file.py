@@ -55,7 +55,9 @@ class FileSource(ImageSource):
         state: str = self.conf.imagebackend.state_path
         return os.path.abspath(configured or os.path.join(state, "images"))
 
-    def get(self, image_id: str, *, auth: Any = None) -> ImageInfo:
+    def get(
+        self, image_id: str, *, auth: Any = None, project_id: str = ""
+    ) -> ImageInfo:
         _check_id(image_id)
         paths = self._paths(image_id)
         if not paths:
@@ -101,10 +103,6 @@ class FileSource(ImageSource):
             )
 
     def check_target(self, into: UploadTarget) -> None:
-        if into.source != "file":
-            raise exc.InvalidValue(
-                "image source of a snapshot", into.source, "file on this host"
-            )
         if into.disk_format not in FORMATS:
             raise exc.InvalidValue(
                 "format of the image", into.disk_format, "one of " + ", ".join(FORMATS)

@@ -24,6 +24,7 @@ from imagebackend.model import (
     Handle,
     Lifecycle,
     Role,
+    Snapshot,
 )
 from imagebackend.store import schema as t
 from imagebackend.store.db import Database
@@ -143,6 +144,10 @@ class SnapshotRow:
     handle: Handle
     operation_id: str | None = None
     created_at: float = dataclasses.field(default_factory=time.time)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.id, self.generation_id, self.size, self.handle)
 
 
 @dataclass(frozen=True, slots=True)

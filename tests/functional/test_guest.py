@@ -24,6 +24,7 @@ from imagebackend import (
     UploadTarget,
 )
 from imagebackend import exceptions as exc
+from imagebackend.libvirt import secret
 from imagebackend.libvirt.guest import Guest
 from imagebackend.model import Severity
 from imagebackend.testing import guest_image
@@ -52,10 +53,14 @@ def guest_host(host: HostUnderTest, image: str) -> Iterator[HostUnderTest]:
     shutil.rmtree(state)
 
 
-@pytest.fixture(params=["qcow2", "raw"])
-def backend(request: pytest.FixtureRequest, guest_host: HostUnderTest) -> str:
-    guest_host.set("default_backend", request.param)
-    return str(request.param)
+@pytest.fixture(params=["qcow2", "raw", "rbd"])
+def backend(request: pytest.FixtureRequest, guest_host: HostUnderTest) -> Iterator[str]:
+    name = str(request.param)
+    guest_host.set("default_backend", name)
+    if name == "rbd":
+        guest_host.enable_rbd(request.getfixturevalue("ceph"))
+    with secret.restored(guest_host.conf):
+        yield name
 
 
 @pytest.fixture
@@ -117,7 +122,7 @@ def test_a_guest_sees_its_disks_and_a_rebuilt_one_is_pristine(
         assert {disk.serial for disk in guest.report().disks} == set(seen)
         guest.poweroff()
     manager.destroy(instance.id)
-    assert guest_host.files() == []
+    assert guest_host.objects() == []
 
 
 def test_a_running_guest_sees_its_disk_grow(
@@ -200,7 +205,7 @@ def test_nothing_is_done_to_the_disks_of_a_running_guest_by_mistake(
         assert guest.command("sum vda 0 1").startswith("sum ")
         guest.poweroff()
     manager.destroy(instance.id)
-    assert guest_host.files() == []
+    assert guest_host.objects() == []
 
 
 @pytest.mark.field("A5")

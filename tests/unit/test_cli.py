@@ -43,6 +43,7 @@ OPTIONS = {
         *LIST,
     },
     "disk delete": {"INSTANCE", "--disk", *LIST},
+    "disk flatten": {"DISK"},
     "disk list": {"--instance", "--long", *LIST},
     "disk rebuild": {"INSTANCE", "--image", *LIST},
     "disk resize": {"INSTANCE", "--running", *FLAVOR, *LIST},

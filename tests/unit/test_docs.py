@@ -206,20 +206,53 @@ def test_every_folder_of_the_state_path_is_told_of(
 
 
 def test_the_table_of_capabilities_is_true(host: HostUnderTest) -> None:
+    from imagebackend.backends.ceph_rbd import RbdBackend
+
     text = (DOC / "driver/capabilities.rst").read_text()
     lines = text[text.index("capability  ") :].split("\n\n")[0].splitlines()
-    cells = [line.split(None, 2) for line in lines if line[0] != "="]
-    assert cells[0] == ["capability", "qcow2", "raw"]
+    cells = [line.split(None, 3) for line in lines if line[0] != "="]
+    assert cells[0] == ["capability", "qcow2", "raw", "rbd"]
     gen = Generation("g", "d", "root", None, "", "", "b", "folder:new", 0, "raw")
     found = [
         driver("b", host.conf, "").capabilities(gen)
-        for driver in (Qcow2Backend, RawBackend)
+        for driver in (Qcow2Backend, RawBackend, RbdBackend)
     ]
     told = {name: values for name, *values in cells[1:]}
     assert told == {
         field.name: [shown(getattr(each, field.name)) for each in found]
         for field in dataclasses.fields(Capabilities)
     }
+
+
+def test_the_table_of_features_is_true(host: HostUnderTest) -> None:
+    from imagebackend.backends.ceph_rbd import RbdBackend
+
+    text = (DOC / "operator/features.rst").read_text()
+    lines = text[text.index("feature  ") :].split("\n\n")[0].splitlines()
+    told = [re.split(r"  +", line) for line in lines if line[0] != "="]
+    drivers = {"qcow2": Qcow2Backend, "raw": RawBackend, "rbd": RbdBackend}
+    assert told[0] == ["feature", *drivers]
+    gen = Generation("g", "d", "root", None, "", "", "b", "folder:new", 0, "raw")
+    able = [driver("b", host.conf, "").capabilities(gen) for driver in drivers.values()]
+    classes = drivers.values()
+    assert told[1:] == [
+        ["grow a running guest's disk", *(shown(each.live_resize) for each in able)],
+        ["snapshot of a running guest", *(shown(each.live_snapshot) for each in able)],
+        ["shareable disks", *(shown(each.shareable) for each in able)],
+        [
+            "clone an image where it lies",
+            *(shown(driver.CLONES_IMAGES) for driver in classes),
+        ],
+        ["flatten", *(shown(each.flatten) for each in able)],
+        [
+            "pools",
+            *(
+                shown("pools" in [option.dest for option in driver.OPTIONS])
+                for driver in classes
+            ),
+        ],
+        ["volume types", *(shown(driver.VOLUME_TYPES) for driver in classes)],
+    ]
 
 
 def shown(value: object) -> str:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from imagebackend import DiskManager
 from imagebackend import exceptions as exc
 from imagebackend.images.file import FileSource
 from imagebackend.model import KiB, MiB, Progress, UploadTarget
@@ -459,9 +460,14 @@ def test_format_that_is_none_is_refused(source: FileSource, disk_format: str) ->
         source.check_target(UploadTarget("image", disk_format))
 
 
-def test_target_of_another_source_is_refused(source: FileSource) -> None:
-    with pytest.raises(exc.InvalidValue, match="source"):
-        source.check_target(UploadTarget("image", source="glance"))
+def test_target_of_a_source_that_there_is_not_is_refused(
+    host: HostUnderTest, manager: DiskManager
+) -> None:
+    host.raw_image()
+    instance = host.instance()
+    manager.create(instance)
+    with pytest.raises(exc.ConfigError, match=r"snapshot is 'attic'"):
+        manager.snapshot(instance.id, UploadTarget("image", source="attic"))
 
 
 def test_dead_put_is_undone_and_a_whole_image_is_not(

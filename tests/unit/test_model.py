@@ -180,6 +180,7 @@ ARROWS = {
     "qemu_img": {"exceptions", "model", "processes", "conf"},
     "images": {
         *("exceptions", "model", "processes", "local_files", "host", "qemu_img"),
+        "conf",
     },
     "backends": {
         *("exceptions", "model", "processes", "local_files", "qemu_img", "conf"),
