@@ -217,6 +217,12 @@ class Debt(Busy):
     code = "debt"
 
 
+class StorageFull(StorageError):
+    """A pool, or the cluster, is full or at its quota."""
+
+    code = "storage-full"
+
+
 class ObjectExists(StorageError):
     """Something that is not ours has the name that we need; it was not touched."""
 

@@ -32,7 +32,7 @@ def destroy(ctx: Context, instance_id: str) -> Change:
         going = [pair for pair in owned if pair not in staying]
         for owner, disk in owned:
             free(disk, "destroy")
-            must_be_idle(ctx, disk, owner)
+            must_be_idle(ctx, disk, owner, patient=True)
         for owner, disk in owned:
             release(ctx, disk, owner)
         # From here on the instance is gone: what dies now is only ever finished.

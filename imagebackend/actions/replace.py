@@ -9,6 +9,7 @@ debts and are purged.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -269,7 +270,7 @@ def _apply(
     ]
     growing = [(owner, disk) for owner, disk, _ in steps.grow]
     for owner, disk in [*leaving, *steps.detach, *growing]:
-        must_be_idle(ctx, disk, owner)
+        must_be_idle(ctx, disk, owner, patient=True)
     # Names and devices of what leaves are taken until it has left.
     present = [*steps.keep, *growing, *leaving, *steps.detach]
     batch = Batch(ctx, operation, instance, auth, progress)
@@ -384,8 +385,12 @@ def _grow(
     return DiskChange(disk.id, owner.name, size, old=row.handle, new=row.handle)
 
 
-def must_be_idle(ctx: Context, disk: DiskRow, owner: OwnerRow) -> None:
-    """:raises Busy: a guest has it open. :raises HostConflict: another host has."""
+def must_be_idle(
+    ctx: Context, disk: DiskRow, owner: OwnerRow, *, patient: bool = False
+) -> None:
+    """:param patient: what looks like a user may be one that has died: wait for it.
+    :raises Busy: a guest has it open. :raises HostConflict: another host has.
+    """
     if disk.generation_id is None:
         return
     with ctx.store.reading() as rows:
@@ -405,8 +410,14 @@ def must_be_idle(ctx: Context, disk: DiskRow, owner: OwnerRow) -> None:
         )
     if row is None or disk.shareable:
         return
-    found = ctx.backend(row).stat(ctx.generation(row))
-    if found is not None and found.used_by:
+    backend, generation = ctx.backend(row), ctx.generation(row)
+    deadline = time.monotonic() + (backend.lingering if patient else 0)
+    pause = 0.1
+    while (found := backend.stat(generation)) is not None and found.used_by:
+        if time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+            continue
         raise exc.Busy(
             f"disk {owner.name!r} of instance {owner.instance_id} is in use by "
             f"{', '.join(found.used_by)}: stop the guest first",

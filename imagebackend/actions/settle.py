@@ -108,7 +108,7 @@ def settle(ctx: Context, operation: Operation) -> list[Finding]:
 
 
 #: What may go better the next time, with nobody changing the rows.
-_LATER = (exc.StorageUnavailable, exc.Busy, exc.HostError)
+_LATER = (exc.StorageUnavailable, exc.StorageFull, exc.Busy, exc.HostError)
 
 
 class _Steps:

@@ -178,6 +178,9 @@ class Backend(abc.ABC):
     OPTIONS: ClassVar[Sequence[cfg.Opt]] = ()
     #: Whether a flavor's volume type, without a backend's name, means this driver.
     VOLUME_TYPES: ClassVar[bool] = False
+    #: Seconds for which :meth:`stat` may still tell of a user that has died. Before a
+    #: disk goes, that long is waited for users to vanish.
+    lingering: float = 0.0
     #: Whether it can clone an image where it lies: then ``ImageInfo.locations`` says
     #: where that is.
     CLONES_IMAGES: ClassVar[bool] = False

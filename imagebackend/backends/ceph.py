@@ -208,9 +208,11 @@ class Cluster:
             raise self._translated(f"ask for {prefix!r}", error, "", "mon")
         return json.loads(out) if out else None
 
-    def ioctx(self, pool: str) -> Any:
-        """:raises ConfigError: there is no such pool."""
-        return self._connected().ioctx(pool)
+    def ioctx(self, pool: str, *, freeing: bool = False) -> Any:
+        """:param freeing: for work that makes room: a full pool takes it.
+        :raises ConfigError: there is no such pool.
+        """
+        return self._connected().ioctx(pool, freeing)
 
     def has_pool(self, pool: str) -> bool:
         try:
@@ -227,6 +229,7 @@ class Cluster:
         *,
         image_id: str | None = None,
         read_only: bool = False,
+        freeing: bool = False,
     ) -> Iterator[Image]:
         """An open image. One that is only read is opened so that no watch is left.
 
@@ -236,7 +239,7 @@ class Cluster:
         handle = self.call(
             f"open image {label}",
             rbd.Image,
-            self.ioctx(pool),
+            self.ioctx(pool, freeing=freeing),
             name,
             read_only=read_only,
             image_id=image_id,
@@ -302,7 +305,7 @@ class Cluster:
     def _no_answer(self, what: str, pool: str, reason: str) -> exc.ImageBackendError:
         full = self._full(pool)
         if full:
-            return exc.StorageError(
+            return exc.StorageFull(
                 f"backend {self.backend!r}: cannot {what}: {full}",
                 backend=self.backend,
                 pool=pool,
@@ -342,7 +345,7 @@ class Cluster:
             return exc.ConfigError(f"{text}: {self._cap(pool, needs)}", **values)
         if code in (errno.ENOSPC, errno.EDQUOT):
             full = self._full(pool) or "it is full"
-            return exc.StorageError(f"{text}: {full}", **values)
+            return exc.StorageFull(f"{text}: {full}", **values)
         if code == errno.ETIMEDOUT:
             return self._no_answer(what, pool, reason)
         if code in (errno.ESHUTDOWN, errno.ENOTCONN):
@@ -384,14 +387,15 @@ class _Connection:
             self.rados.conf_set(option, value)
         self.rados.connect(timeout=connect_timeout)
         self.fsid: str = self.rados.get_fsid()
-        self._pools: dict[str, Any] = {}
+        self._pools: dict[tuple[str, bool], Any] = {}
         self._lock = threading.Lock()
 
-    def ioctx(self, pool: str) -> Any:
+    def ioctx(self, pool: str, freeing: bool) -> Any:
+        key = (pool, freeing)
         with self._lock:
-            if pool not in self._pools:
+            if key not in self._pools:
                 try:
-                    self._pools[pool] = self.rados.open_ioctx(pool)
+                    ioctx = self.rados.open_ioctx(pool)
                 except rados.ObjectNotFound:
                     raise exc.ConfigError(
                         f"backend {self._cluster.backend!r}: Ceph cluster {self.fsid} "
@@ -400,7 +404,10 @@ class _Connection:
                         backend=self._cluster.backend,
                         pool=pool,
                     ) from None
-            return self._pools[pool]
+                if freeing:
+                    ioctx.set_osdmap_full_try()
+                self._pools[key] = ioctx
+            return self._pools[key]
 
     def close(self) -> None:
         with self._lock:

@@ -123,6 +123,10 @@ class RbdBackend(Backend):
         if made is not None:
             made.close()
 
+    @property
+    def lingering(self) -> float:  # type: ignore[override]
+        return float(self.options.delete_timeout)
+
     # --- places --------------------------------------------------------------
 
     @property
@@ -487,22 +491,28 @@ class RbdBackend(Backend):
 
     def _remove_now(self, pool: str, name: str) -> None:
         """Also of one whose removal was begun and whose header is gone already."""
-        with contextlib.suppress(exc.ObjectMissing):
+        try:
             self._cluster.call(
                 f"remove image {pool}/{name}",
                 rbd.RBD().remove,
-                self._cluster.ioctx(pool),
+                self._cluster.ioctx(pool, freeing=True),
                 name,
                 pool=pool,
                 progress=True,
             )
+        except exc.ObjectMissing:
+            pass
+        except exc.ConfigError:
+            # A user that may not write was not able to make it either.
+            if self._exists(pool, name):
+                raise
 
     def _drop_snapshots(self, pool: str, name: str) -> bool:
         """Remove our snapshots; False if clones hang on one.
 
         :raises Busy: there are snapshots of somebody else's.
         """
-        with self._cluster.image(pool, name) as image:
+        with self._cluster.image(pool, name, freeing=True) as image:
             return self._drop_snapshots_of(image)
 
     def _drop_snapshots_of(self, image: Image) -> bool:
@@ -539,7 +549,7 @@ class RbdBackend(Backend):
             self._cluster.call(
                 f"move image {pool}/{name} to the trash",
                 rbd.RBD().trash_move,
-                self._cluster.ioctx(pool),
+                self._cluster.ioctx(pool, freeing=True),
                 name,
                 0,
                 pool=pool,
@@ -574,7 +584,7 @@ class RbdBackend(Backend):
 
     def _purge(self, pool: str, name: str, image_id: str) -> None:
         with contextlib.suppress(exc.ObjectMissing):
-            with self._cluster.image(pool, image_id=image_id) as image:
+            with self._cluster.image(pool, image_id=image_id, freeing=True) as image:
                 if image.snapshots():
                     children = image.do("list_children2")
                     for child in children:
@@ -587,7 +597,7 @@ class RbdBackend(Backend):
             self._cluster.call(
                 f"purge image {pool}/{name} ({image_id}) from the trash",
                 rbd.RBD().trash_remove,
-                self._cluster.ioctx(pool),
+                self._cluster.ioctx(pool, freeing=True),
                 image_id,
                 pool=pool,
                 progress=True,
