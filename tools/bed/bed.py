@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 LOOPBACK = "127.0.0.1"
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -32,6 +34,7 @@ class Bed:
         self.run = folder / "run"
         self.log = folder / "log"
         self._ports_file = folder / "ports.json"
+        self._secrets_file = folder / "secrets.json"
         self._lock = threading.Lock()
 
     def make(self) -> None:
@@ -47,18 +50,23 @@ class Bed:
         """A port of the loopback address, free when it is first asked for, and the
         same from then on."""
         with self._lock:
-            ports = self._ports()
+            ports = _read(self._ports_file)
             if name not in ports:
                 ports[name] = _free_port(set(ports.values()))
                 self._ports_file.write_text(json.dumps(ports, indent=1))
-            return ports[name]
+            number: int = ports[name]
+            return number
 
-    def _ports(self) -> dict[str, int]:
-        try:
-            ports: dict[str, int] = json.loads(self._ports_file.read_text())
-        except FileNotFoundError:
-            return {}
-        return ports
+    def secret(self, name: str) -> str:
+        """A password, made when it is first asked for, and the same from then on."""
+        with self._lock:
+            known = _read(self._secrets_file)
+            if name not in known:
+                known[name] = secrets.token_hex(16)
+                self._secrets_file.touch(0o600)
+                self._secrets_file.write_text(json.dumps(known, indent=1))
+            word: str = known[name]
+            return word
 
     # --- processes -------------------------------------------------------------
 
@@ -148,7 +156,7 @@ class Bed:
                 raise BedError(f"{name} died: {self.tail(name)}")
             try:
                 return bool(ready())
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
+            except (BedError, OSError, ValueError, subprocess.SubprocessError) as error:
                 last[:] = [error]
                 return False
 
@@ -213,6 +221,8 @@ class Part:
 
     name: str
     needs: tuple[str, ...] = ()
+    #: The ones of them that prepare() waits for.
+    needs_to_prepare: tuple[str, ...] = ()
     #: Programs that must be installed for it.
     programs: tuple[str, ...] = ()
     #: The names of its processes, in the order in which they are stopped.
@@ -228,6 +238,9 @@ class Part:
     def missing(self) -> list[str]:
         path = f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}"
         return [each for each in self.programs if not shutil.which(each, path=path)]
+
+    def prepare(self) -> None:
+        """What can be done before all that it needs is there."""
 
     def up(self) -> None:
         """Make what is not there yet, start what does not run, wait until it works."""
@@ -266,6 +279,14 @@ def _started(pid: int) -> str | None:
         return None
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    return found
 
 
 def _answers(port: int) -> bool:

@@ -17,10 +17,24 @@ from pathlib import Path
 
 from bed.bed import Bed, BedError, Part
 from bed.ceph import Ceph
+from bed.cinder import Cinder
 from bed.databases import MariaDB, PostgreSQL
+from bed.glance import Glance
+from bed.keystone import Keystone
+from bed.rabbitmq import RabbitMQ
+from bed.services import Services
 
 #: In the order in which they are listed; the last is stopped first.
-PARTS: tuple[type[Part], ...] = (Ceph, MariaDB, PostgreSQL)
+PARTS: tuple[type[Part], ...] = (
+    Ceph,
+    MariaDB,
+    PostgreSQL,
+    RabbitMQ,
+    Services,
+    Keystone,
+    Glance,
+    Cinder,
+)
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,12 +114,13 @@ def _status(bed: Bed, parts: dict[str, Part], _args: argparse.Namespace) -> int:
     up = False
     for part in parts.values():
         if part.running():
-            up = True
+            up = up or bool(part.processes)
             memory = sum(_memory(bed, each) for each in part.processes)
             print(f"{part.name:<12}{memory >> 20:>6} MiB  {part.where()}")
         else:
             dead = [each for each in part.processes if bed.pid(each) is None]
-            print(f"{part.name:<12}{'':>10}  does not run ({', '.join(dead)})")
+            why = f"does not run ({', '.join(dead)})" if dead else "is not installed"
+            print(f"{part.name:<12}{'':>10}  {why}")
     return 0 if up else 1
 
 
@@ -154,10 +169,14 @@ def _start(bed: Bed, parts: dict[str, Part], names: Sequence[str]) -> None:
     futures: dict[str, concurrent.futures.Future[None]] = {}
 
     def start(name: str) -> None:
-        for need in parts[name].needs:
+        part = parts[name]
+        for need in part.needs_to_prepare:
+            futures[need].result()
+        part.prepare()
+        for need in part.needs:
             futures[need].result()
         since = time.monotonic()
-        parts[name].up()
+        part.up()
         bed.say(f"{name} is up ({time.monotonic() - since:.1f} s)")
 
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
