@@ -18,6 +18,7 @@ import imagebackend.conf
 from imagebackend import DiskManager, Flavor, Instance
 from imagebackend.model import GiB, MiB
 from tests.ceph import Ceph, ceph_of_the_bed
+from tests.cloud import Cloud, cloud_of_the_bed
 
 #: Lines that tests want to be read, also when all is well.
 SUMMARY: list[str] = []
@@ -147,6 +148,11 @@ def make_host(tmp_path: Path) -> Iterator[Callable[[str], HostUnderTest]]:
 @pytest.fixture
 def host(make_host: Callable[[str], HostUnderTest]) -> HostUnderTest:
     return make_host("host")
+
+
+@pytest.fixture(scope="session")
+def cloud() -> Iterator[Cloud]:
+    yield from cloud_of_the_bed()
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,8 @@ _FIELDS = frozenset(
 )
 _PATCH = "application/openstack-images-v2.1-json-patch"
 _FIRST_LOOK, _LAST_LOOK = 0.2, 3.0
+#: Seconds in which Glance sees that an uploader is gone.
+_SAVING = 15.0
 _CHUNK = MiB
 _LOST = (
     requests.exceptions.RequestException,
@@ -299,7 +301,7 @@ class GlanceSource(ImageSource):
             limit = self.conf[_GROUP].copy_timeout
 
             def active() -> bool:
-                status = self._image(into.image)["status"]
+                status = self._status(into.image)
                 if status in ("queued", "saving", "importing"):
                     return False
                 if status != "active":
@@ -324,7 +326,7 @@ class GlanceSource(ImageSource):
 
     def has(self, into: UploadTarget) -> bool:
         try:
-            return bool(self._image(into.image)["status"] == "active")
+            return self._status(into.image) == "active"
         except exc.ImageNotFound:
             return False
 
@@ -378,10 +380,14 @@ class GlanceSource(ImageSource):
             return
         if image.get(_UPLOAD) != token:
             return
+        if image["status"] == "saving" and not image.get(_MADE):
+            # Glance has yet to see that nobody sends any more; when it does, it puts
+            # the image back as it was then, with our marks.
+            late = f"Glance still waits for the rest of image {image_id}"
+            _wait(lambda: self._status(image_id) != "saving", _SAVING, late)
+            image = self._image(image_id)
         active = image["status"] == "active"
-        if active and whole:
-            self._settle(image_id)
-        elif active or image.get(_MADE):
+        if (active and not whole) or (not active and image.get(_MADE)):
             self._ask(
                 self._client(),
                 "delete",
@@ -390,6 +396,9 @@ class GlanceSource(ImageSource):
             )
         else:
             self._settle(image_id)
+
+    def _status(self, image_id: str) -> str:
+        return str(self._image(image_id)["status"])
 
     def _settle(self, image_id: str) -> None:
         """Take our marks off."""
@@ -451,14 +460,16 @@ class GlanceSource(ImageSource):
 
     def _connect(self, session: Session) -> Any:
         group = self.conf[_GROUP]
-        return Connection(
-            session=session,
-            region_name=group.region_name,
-            app_name="imagebackend",
-            image_api_version="2",
-            image_endpoint_override=group.endpoint_override,
-            interface=group.valid_interfaces or "public",
-        ).image
+        # It asks Keystone's catalog, and Glance what versions it has.
+        with self._errors("reach Glance"):
+            return Connection(
+                session=session,
+                region_name=group.region_name,
+                app_name="imagebackend",
+                image_api_version="2",
+                image_endpoint_override=group.endpoint_override,
+                interface=group.valid_interfaces or "public",
+            ).image
 
     def _ask(
         self, client: Any, method: str, path: str, what: str, **arguments: Any
@@ -469,9 +480,23 @@ class GlanceSource(ImageSource):
         """
         arguments.setdefault("connect_retries", self.conf[_GROUP].connect_retries)
         try:
-            answer = client.request(path, method.upper(), **arguments)
-        except ks.NotFound:
+            with self._errors(what):
+                answer = client.request(path, method.upper(), **arguments)
+        except _NotFoundError:
             return None
+        if answer.status_code == 404:
+            return None
+        if answer.status_code >= 400:
+            raise self._refused(what, answer.status_code, _reason(answer))
+        return answer
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """The library's errors, in our words."""
+        try:
+            yield
+        except ks.NotFound as error:
+            raise _NotFoundError from error
         except ks.HttpError as error:
             raise self._refused(what, error.http_status, str(error)) from error
         except (ks.ClientException, openstack.exceptions.SDKException) as error:
@@ -482,11 +507,6 @@ class GlanceSource(ImageSource):
             ) from error
         except _LOST as error:
             raise self._lost(what, error) from error
-        if answer.status_code == 404:
-            return None
-        if answer.status_code >= 400:
-            raise self._refused(what, answer.status_code, _reason(answer))
-        return answer
 
     def _lost(self, what: str, error: BaseException) -> exc.StorageUnavailable:
         return exc.StorageUnavailable(f"cannot {what}: Glance does not answer: {error}")
@@ -505,6 +525,10 @@ class GlanceSource(ImageSource):
         if status == 429 or status >= 500:
             return exc.StorageUnavailable(text, **values)
         return exc.StorageError(text, **values)
+
+
+class _NotFoundError(Exception):
+    """Within this module alone."""
 
 
 class _Download:
