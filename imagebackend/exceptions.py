@@ -177,6 +177,13 @@ class StoreError(HostError):
     code = "store"
 
 
+class StoreContended(StoreError):
+    """The database gave this transaction up for another one's sake; nothing was
+    changed, and the same call may work now."""
+
+    code = "store-contended"
+
+
 class StoreNotShared(HostError):
     """The verb needs a store that several hosts share, or exported rows."""
 

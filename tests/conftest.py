@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,12 +24,42 @@ from tests.cloud import Cloud, cloud_of_the_bed
 #: Lines that tests want to be read, also when all is well.
 SUMMARY: list[str] = []
 
+#: All that may be skipped where the test bed runs, and why.
+SKIPS = {
+    "needs root": "mounts, other users and limits are root's to make",
+    "needs the bed": "a cloud or Ceph that is not ours is not stopped nor filled",
+}
+BACKENDS = ("qcow2", "raw", "rbd", "remote")
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if SUMMARY:
         terminalreporter.section("what was measured")
     for line in SUMMARY:
         terminalreporter.write_line(line)
+    passed = [report.nodeid.lower() for report in terminalreporter.getreports("passed")]
+    counts = {
+        name: sum(
+            bool(re.search(rf"(test_?|\[|-|slow){name}", each)) for each in passed
+        )
+        for name in BACKENDS
+    }
+    told = ", ".join(f"{name} {count}" for name, count in counts.items())
+    terminalreporter.write_line(f"tests passed by backend: {told}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Under ``make test`` nothing steps aside but for a reason of the list."""
+    report = yield
+    if report.skipped and "IMAGEBACKEND_TESTBED" in os.environ:
+        reason = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else "")
+        if not any(each in reason for each in SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} was skipped: {reason}"
+    return report
 
 
 @dataclass

@@ -74,10 +74,15 @@ class Database:
     @contextlib.contextmanager
     def reading(self) -> Iterator[sa.Connection]:
         """One consistent view."""
-        with self._errors(), self._open().connect() as connection:
-            if connection.dialect.name == "sqlite":
-                connection.exec_driver_sql("BEGIN")
-            yield connection
+        with self._errors():
+            engine = self._open()
+            if engine.dialect.name == "postgresql":
+                # Its default shows each statement another moment.
+                engine = engine.execution_options(isolation_level="REPEATABLE READ")
+            with engine.connect() as connection:
+                if connection.dialect.name == "sqlite":
+                    connection.exec_driver_sql("BEGIN")
+                yield connection
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sa.Connection]:
@@ -277,6 +282,13 @@ class Database:
                 "is damaged: restore it from a backup; the disks are untouched, "
                 "`imagebackend audit` will list them"
             )
+        elif _contended(error):
+            return exc.StoreContended(
+                f"the store {self.name}: another transaction stood in the way "
+                f"({reason}): try again",
+                store=self.name,
+                reason=reason,
+            )
         elif "locked" in reason:
             what = (
                 "was held by another process for longer than [imagebackend_store] "
@@ -291,6 +303,15 @@ class Database:
         return exc.StoreError(
             f"the store {self.name} {what} ({reason})", store=self.name, reason=reason
         )
+
+
+def _contended(error: sa_exc.DBAPIError) -> bool:
+    """Whether the server gave one of two transactions up for the other's sake."""
+    if getattr(error.orig, "pgcode", None) in ("40001", "40P01"):
+        return True
+    arguments: tuple[object, ...] = getattr(error.orig, "args", ())
+    # Deadlock, lock wait timeout, and a row that changed since it was read.
+    return bool(arguments) and arguments[0] in (1213, 1205, 1020)
 
 
 def _sqlite_durable(connection: sqlite3.Connection, _record: Any) -> None:

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tenacity
 from oslo_log import log
 from sqlalchemy import exc as sa_exc
 
@@ -196,8 +197,7 @@ class Operations:
         try:
             for last in (False, True):
                 try:
-                    with self._store.writing() as tx:
-                        tx.insert(row)
+                    self._insert(row)
                     return operation
                 except sa_exc.IntegrityError:
                     self._make_way(verb, target, settle, last)
@@ -205,6 +205,18 @@ class Operations:
             operation.close()
             raise
         raise AssertionError("unreachable")
+
+    @tenacity.retry(
+        retry=tenacity.retry_if_exception_type(exc.StoreContended),
+        wait=tenacity.wait_random_exponential(multiplier=0.01, max=0.5),
+        stop=tenacity.stop_after_delay(10),
+        reraise=True,
+    )
+    def _insert(self, row: OperationRow) -> None:
+        """Several who wait for the end of one operation may be a deadlock to a
+        server, which then lets one of them win."""
+        with self._store.writing() as tx:
+            tx.insert(row)
 
     def _make_way(
         self,

@@ -3,6 +3,7 @@
 equal."""
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
 
 #: The revision that this code works with.
 REVISION = "0001"
@@ -18,7 +19,7 @@ metadata = sa.MetaData(
 _ID = sa.String(36)
 _NAME = sa.String(64)
 #: MariaDB's TEXT ends at 64 KiB, which a request with large extra specs may pass.
-_JSON = sa.Text(16_000_000)
+_JSON = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 
 meta = sa.Table(
     "meta",
@@ -43,7 +44,7 @@ instances = sa.Table(
     sa.Column("request", _JSON, nullable=False),
     sa.Column("tainted", sa.Boolean, nullable=False, default=False),
     sa.Column("version", sa.Integer, nullable=False, default=1),
-    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
 )
 
 disks = sa.Table(
@@ -68,7 +69,7 @@ disks = sa.Table(
     sa.Column("spec", _JSON, nullable=False),
     sa.Column("generation_id", _ID),
     sa.Column("version", sa.Integer, nullable=False, default=1),
-    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
 )
 
 owners = sa.Table(
@@ -108,7 +109,7 @@ generations = sa.Table(
     sa.Column("image", sa.String(255)),
     sa.Column("path", _NAME, nullable=False, default=""),
     sa.Column("reason", sa.Text, nullable=False, default=""),
-    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
 )
 
 attachments = sa.Table(
@@ -120,7 +121,7 @@ attachments = sa.Table(
     sa.Column("operation_id", _ID),
     sa.Column("readonly", sa.Boolean, nullable=False, default=False),
     sa.Column("handle", _JSON, nullable=False),
-    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
 )
 
 snapshots = sa.Table(
@@ -131,7 +132,7 @@ snapshots = sa.Table(
     sa.Column("operation_id", _ID, index=True),
     sa.Column("size", sa.BigInteger, nullable=False),
     sa.Column("handle", _JSON, nullable=False),
-    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
 )
 
 operations = sa.Table(
@@ -144,7 +145,7 @@ operations = sa.Table(
     sa.Column("host_id", _ID, nullable=False, index=True),
     sa.Column("boot_id", _ID, nullable=False),
     sa.Column("pid", sa.Integer, nullable=False),
-    sa.Column("started_at", sa.Float, nullable=False),
+    sa.Column("started_at", sa.Double, nullable=False),
     sa.Column("detail", _JSON, nullable=False),
     sa.UniqueConstraint("target"),
 )

@@ -254,7 +254,7 @@ def test_an_image_in_another_store_is_copied_refused_or_brought_by_glance(
     host: HostUnderTest, cloud: Cloud, images: Images, ceph: Ceph
 ) -> None:
     if "OS_CLOUD" in os.environ:
-        pytest.skip("needs the stores of the test bed")
+        pytest.skip("needs the bed: its stores")
     data = os.urandom(MiB)
     image = images.upload(cloud.member, data, store="file")
     instance = host.instance(image, project_id=cloud.member.project_id)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -25,10 +24,20 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(params=["qcow2", "raw", "rbd"])
-def scene(request: pytest.FixtureRequest, host: HostUnderTest) -> Iterator[Scene]:
+def scene(request: pytest.FixtureRequest, host: HostUnderTest) -> Scene:
     if request.param == "rbd":
         host.enable_rbd(request.getfixturevalue("ceph"))
-    host.set("default_backend", request.param)
+    return a_scene(host, request.param)
+
+
+@pytest.fixture(params=["qcow2", "raw"])
+def files_scene(request: pytest.FixtureRequest, host: HostUnderTest) -> Scene:
+    """Where it makes no difference what storage it is."""
+    return a_scene(host, request.param)
+
+
+def a_scene(host: HostUnderTest, backend: str) -> Scene:
+    host.set("default_backend", backend)
     image = host.raw_image()
     manager = host.manager()
     # What a child would import is imported here: it is forked off.
@@ -37,7 +46,7 @@ def scene(request: pytest.FixtureRequest, host: HostUnderTest) -> Iterator[Scene
     manager.snapshot(warm.id, UploadTarget("warm"))
     manager.destroy(warm.id)
     manager.close()
-    yield Scene(host, manager, host.instance(swap_mb=64), image)
+    return Scene(host, manager, host.instance(swap_mb=64), image)
 
 
 @pytest.mark.field("J5")
@@ -65,8 +74,10 @@ def test_create_makes_all_or_nothing(scene: Scene) -> None:
 
 
 def test_create_of_an_uncached_image_leaves_a_whole_entry_or_none(
-    scene: Scene,
+    files_scene: Scene,
 ) -> None:
+    scene = files_scene
+
     def prepare() -> None:
         scene.manager.destroy(scene.instance.id)
         scene.host.set("cache_max_age", 0, "imagebackend_images")
@@ -179,7 +190,8 @@ def test_destroy_removes_everything_or_can_be_asked_again(scene: Scene) -> None:
     )
 
 
-def test_destroy_with_a_persistent_disk_is_all_or_nothing(scene: Scene) -> None:
+def test_destroy_with_a_persistent_disk_is_all_or_nothing(files_scene: Scene) -> None:
+    scene = files_scene
     spec = DiskSpec(name="data", size=MiB, lifecycle=Lifecycle.PERSISTENT)
 
     def prepare() -> None:
@@ -207,7 +219,8 @@ def test_destroy_with_a_persistent_disk_is_all_or_nothing(scene: Scene) -> None:
     )
 
 
-def test_update_that_grows_keeps_rows_and_storage_equal(scene: Scene) -> None:
+def test_update_that_grows_keeps_rows_and_storage_equal(files_scene: Scene) -> None:
+    scene = files_scene
     small = DiskSpec(name="data", size=MiB, lifecycle=Lifecycle.PERSISTENT)
     large = dataclasses.replace(small, size=2 * MiB)
     more = DiskSpec(name="more", size=MiB, lifecycle=Lifecycle.PERSISTENT)
@@ -238,7 +251,8 @@ def test_update_that_grows_keeps_rows_and_storage_equal(scene: Scene) -> None:
 
 
 @pytest.mark.field("C1")
-def test_prune_removes_an_entry_whole_and_never_one_in_use(scene: Scene) -> None:
+def test_prune_removes_an_entry_whole_and_never_one_in_use(files_scene: Scene) -> None:
+    scene = files_scene
     host = scene.host
     host.set("cache_max_age", 0, "imagebackend_images")
     used = host.instance()

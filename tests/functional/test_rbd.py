@@ -583,7 +583,7 @@ def stopped(name: str) -> Iterator[Callable[[], None]]:
 @pytest.fixture
 def _bed(ceph: Ceph) -> None:
     if "IMAGEBACKEND_TESTBED" not in os.environ:
-        pytest.skip("only daemons of our own are stopped")
+        pytest.skip("needs the bed: only daemons of our own are stopped")
 
 
 VERBS: dict[str, Callable[[DiskManager, Instance], object]] = {

@@ -871,7 +871,7 @@ def test_export_rows_is_json_with_everything_of_the_instance(
 def small_folder(host: HostUnderTest) -> Iterator[Path]:
     """A file system of 24 MiB for the disks."""
     if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+        pytest.skip("needs root: mounts")
     path = host.path / "instances"
     path.mkdir()
     subprocess.run(

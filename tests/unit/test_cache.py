@@ -740,7 +740,7 @@ def test_everything_is_flushed_before_the_entry_has_its_name(
 @contextlib.contextmanager
 def small_cache(host: HostUnderTest, size: str = "8m") -> Iterator[Path]:
     if os.geteuid():
-        pytest.skip("only root may mount")
+        pytest.skip("needs root: mounts")
     folder = host.path / "small"
     folder.mkdir()
     subprocess.run(

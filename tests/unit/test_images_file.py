@@ -369,7 +369,7 @@ def test_of_many_that_put_one_id_one_wins_whole(
 @contextlib.contextmanager
 def small_file_system(folder: Path, size: str = "2m") -> Iterator[Path]:
     if os.geteuid():
-        pytest.skip("only root may mount")
+        pytest.skip("needs root: mounts")
     folder.mkdir(exist_ok=True)
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True

@@ -366,7 +366,7 @@ def test_disk_that_a_guest_has_open_is_busy(
 @contextlib.contextmanager
 def small_file_system(folder: Path, size: str = "8m") -> Iterator[Path]:
     if os.geteuid():
-        pytest.skip("only root may mount")
+        pytest.skip("needs root: mounts")
     folder.mkdir()
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True

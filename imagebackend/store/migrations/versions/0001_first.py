@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import op
+from sqlalchemy.dialects import mysql
 
 revision = "0001"
 down_revision = None
 
 _ID = sa.String(36)
 _NAME = sa.String(64)
-_JSON = sa.Text(16_000_000)
+_JSON = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 
 
 def upgrade() -> None:
@@ -35,7 +36,7 @@ def upgrade() -> None:
         sa.Column("request", _JSON, nullable=False),
         sa.Column("tainted", sa.Boolean, nullable=False),
         sa.Column("version", sa.Integer, nullable=False),
-        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_instances"),
     )
     op.create_table(
@@ -57,7 +58,7 @@ def upgrade() -> None:
         sa.Column("spec", _JSON, nullable=False),
         sa.Column("generation_id", _ID),
         sa.Column("version", sa.Integer, nullable=False),
-        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_disks"),
     )
     op.create_index("ix_disks_host_id", "disks", ["host_id"])
@@ -97,7 +98,7 @@ def upgrade() -> None:
         sa.Column("image", sa.String(255)),
         sa.Column("path", _NAME, nullable=False),
         sa.Column("reason", sa.Text, nullable=False),
-        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_generations"),
     )
     for column in ("disk_id", "state", "operation_id", "entry"):
@@ -110,7 +111,7 @@ def upgrade() -> None:
         sa.Column("operation_id", _ID),
         sa.Column("readonly", sa.Boolean, nullable=False),
         sa.Column("handle", _JSON, nullable=False),
-        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
         sa.PrimaryKeyConstraint(
             "generation_id", "host_id", "instance_id", name="pk_attachments"
         ),
@@ -122,7 +123,7 @@ def upgrade() -> None:
         sa.Column("operation_id", _ID),
         sa.Column("size", sa.BigInteger, nullable=False),
         sa.Column("handle", _JSON, nullable=False),
-        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_snapshots"),
     )
     op.create_index("ix_snapshots_generation_id", "snapshots", ["generation_id"])
@@ -135,7 +136,7 @@ def upgrade() -> None:
         sa.Column("host_id", _ID, nullable=False),
         sa.Column("boot_id", _ID, nullable=False),
         sa.Column("pid", sa.Integer, nullable=False),
-        sa.Column("started_at", sa.Float, nullable=False),
+        sa.Column("started_at", sa.Double, nullable=False),
         sa.Column("detail", _JSON, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_operations"),
         sa.UniqueConstraint("target", name="uq_operations_target"),
