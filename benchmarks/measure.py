@@ -61,11 +61,13 @@ class Result:
 class BenchHost:
     """A host in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: str = "") -> None:
         self.folder = folder
         (folder / "images").mkdir(parents=True, exist_ok=True)
         self.config_file = folder / "imagebackend.conf"
-        self.config_file.write_text(f"[imagebackend]\nstate_path = {folder}\n")
+        self.config_file.write_text(
+            f"[imagebackend]\nstate_path = {folder}\n{settings}"
+        )
         self.conf = configuration(self.config_file)
 
     def manager(self) -> DiskManager:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import ceph
 from benchmarks.measure import (
     BenchHost,
     Result,
@@ -180,28 +181,38 @@ def start_up(_folder: Path, runs: int) -> list[Result]:
 
 def nova_peer(folder: Path, runs: int) -> list[Result]:
     """The same as ``warm_create``, as Nova does it; left out without its packages."""
-    environment = Path(__file__).parents[1] / ".testbed" / "nova"
-    python = environment / "bin" / "python"
-    if not python.exists():
-        print(f"    installing {NOVA} into {environment}", flush=True)
-        shutil.rmtree(environment, ignore_errors=True)
-        run([sys.executable, "-m", "venv", str(environment)])
-    try:
-        run([str(python), "-m", "pip", "-q", "install", NOVA])
-        peer = Path(__file__).with_name("nova_peer.py")
-        done = subprocess.run(
-            [python, "-W", "ignore", peer, folder, str(runs)],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-    except subprocess.CalledProcessError as error:
-        print(f"    left out: Nova cannot be had here ({error})", flush=True)
+    python = nova_environment()
+    if python is None:
         return []
+    done = subprocess.run(
+        [
+            *(python, "-W", "ignore", Path(__file__).with_name("nova_peer.py")),
+            *(folder, str(runs)),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     command = "qemu-img create -f qcow2 -F raw -b BASE FILE 2G"
     name = "Nova 34 Qcow2.cache()"
     return [Result(name, command, found["ours"], found["theirs"], None)]
+
+
+def nova_environment() -> Path | None:
+    """The Python of an environment that has Nova, made when it is first asked for."""
+    environment = Path(__file__).parents[1] / ".testbed" / "nova"
+    python = environment / "bin" / "python"
+    try:
+        if not python.exists():
+            print(f"    installing {NOVA} into {environment}", flush=True)
+            shutil.rmtree(environment, ignore_errors=True)
+            run([sys.executable, "-m", "venv", str(environment)])
+        run([str(python), "-m", "pip", "-q", "install", NOVA])
+    except subprocess.CalledProcessError as error:
+        print(f"    left out: Nova cannot be had here ({error})", flush=True)
+        return None
+    return python
 
 
 CASES: dict[str, Case] = {
@@ -211,6 +222,7 @@ CASES: dict[str, Case] = {
     "cold-fetch": cold_fetch,
     "many-disks": many_disks,
     "start-up": start_up,
+    **ceph.CASES,
 }
 
 
