@@ -57,6 +57,11 @@ class Host:
             raise processes.space_error(error, path) from error
         return _read(path)
 
+    @property
+    def known(self) -> bool:
+        """Whether there is an id already, so that asking for it makes none."""
+        return os.path.exists(os.path.join(self.state_path, _FILE))
+
     @functools.cached_property
     def boot_id(self) -> str:
         """Changes with every start of the host's kernel."""

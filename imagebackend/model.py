@@ -403,6 +403,9 @@ class Placement:
     :ivar size: bytes that will be allocated for the guest, at least what was asked.
     :ivar handle: what the generation's handle starts with.
     :ivar uses_cache: the object goes on needing the image's cache entry.
+    :ivar new: why the storage looks as if it never had a disk, as ``/srv/disks has no
+        .folder-id``: then it gets its identity, and ``scope`` its name, with the first
+        one. Refused where disks are recorded already. Empty: it has an identity.
     """
 
     backend: str
@@ -412,6 +415,7 @@ class Placement:
     path: Path
     handle: Handle = field(default_factory=dict)
     uses_cache: bool = False
+    new: str = ""
 
 
 @dataclass(frozen=True, slots=True)

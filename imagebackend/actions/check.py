@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 
 from imagebackend import exceptions as exc
 from imagebackend import processes
+from imagebackend.actions import places
 from imagebackend.actions.context import Context
 from imagebackend.backends.loader import Backends, installed
 from imagebackend.libvirt import guest, xml
@@ -19,6 +21,7 @@ from imagebackend.store.schema import REVISION
 def backends(ctx: Context) -> Sequence[BackendStatus]:
     """See :meth:`imagebackend.manager.DiskManager.backends`."""
     found = []
+    lost = _lost(ctx)
     # Nothing is made here, so there may be no store to have the deployment's id, which
     # no check needs.
     backends = Backends(ctx.conf, lambda: "")
@@ -28,8 +31,13 @@ def backends(ctx: Context) -> Sequence[BackendStatus]:
             findings = backends.get(name).check()
         except exc.ImageBackendError as error:
             findings = [Finding(Severity.ERROR, name, error.message)]
+        findings = [*findings, *lost.pop(name, ())]
         found.append(
             BackendStatus(name, ctx.backends.driver_name(name), True, findings)
+        )
+    for name, findings in lost.items():
+        found.append(
+            BackendStatus(name, ctx.backends.driver_name(name), False, findings)
         )
     used = {status.driver for status in found}
     found += [
@@ -37,6 +45,16 @@ def backends(ctx: Context) -> Sequence[BackendStatus]:
         for driver in installed()
         if driver not in used
     ]
+    return found
+
+
+def _lost(ctx: Context) -> dict[str, list[Finding]]:
+    """By backend; nothing without a store, whose own check says what is wrong."""
+    found: dict[str, list[Finding]] = {}
+    with contextlib.suppress(exc.ImageBackendError, OSError):
+        if ctx.store.database.revision() == REVISION and ctx.host.known:
+            for name, finding in places.lost(ctx):
+                found.setdefault(name, []).append(finding)
     return found
 
 

@@ -18,6 +18,7 @@ from imagebackend.actions.context import (
     free,
     settle_disk,
 )
+from imagebackend.actions.places import place
 from imagebackend.actions.settle import begin
 from imagebackend.model import (
     Change,
@@ -64,7 +65,7 @@ def plan(
                     may_attach(rows, disk_id, instance)
             attached.append(disk_id)
             continue
-        placement = selection.place(recipe, instance, wanted.image)
+        placement = place(ctx, selection, recipe, instance, wanted.image)
         planned.append(
             PlannedDisk(
                 name=wanted.name,
@@ -239,7 +240,7 @@ class Batch:
         return [
             None
             if each.recipe is None
-            else selection.place(each.recipe, self._instance, each.image)
+            else place(self._ctx, selection, each.recipe, self._instance, each.image)
             for each in wanted
         ]
 

@@ -10,6 +10,7 @@ from oslo_log import log
 
 from imagebackend import exceptions as exc
 from imagebackend import model
+from imagebackend.actions import places
 from imagebackend.actions.context import Context, instance_of
 from imagebackend.actions.replace import known_instance
 from imagebackend.actions.settle import purge, settle
@@ -103,6 +104,8 @@ def audit(ctx: Context) -> Iterator[Finding]:
         operations = rows.operations()
     for operation in operations:
         yield from _audit_operation(ctx, operation)
+    for _, finding in places.lost(ctx):
+        yield finding
     storages: set[str] = set()
     for name in ctx.backends.names:
         yield from _audit_storage(ctx, name, storages)

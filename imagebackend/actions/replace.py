@@ -25,6 +25,7 @@ from imagebackend.actions.context import (
     specs_of,
 )
 from imagebackend.actions.create import Batch, create, request_text
+from imagebackend.actions.places import place
 from imagebackend.actions.settle import begin, pay_debts
 from imagebackend.model import (
     Change,
@@ -277,7 +278,7 @@ def _apply(
     placements = batch.place(steps.create)
     selection = ctx.selection(auth)
     replacements = [
-        selection.place(recipe, instance, image)
+        place(ctx, selection, recipe, instance, image)
         for _, _, recipe, image in steps.recreate
     ]
     old = {disk.id: _handle(ctx, disk) for _, disk in leaving}

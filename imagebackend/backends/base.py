@@ -42,7 +42,10 @@ Terms
     What a generation is local to: ``host:<host id>``, ``folder:<id>``,
     ``ceph:<fsid>/<pool>``, ``cinder:<endpoint>/<project>``. A backend whose name
     now points at another storage sees a scope that is not its own and raises
-    :class:`~imagebackend.exceptions.ConfigError` for that disk.
+    :class:`~imagebackend.exceptions.ConfigError` for that disk. A storage that gets
+    its identity with the first disk says so by :attr:`Placement.new
+    <imagebackend.model.Placement.new>`: then the caller refuses to make one where
+    disks are recorded.
 
 Rules
 =====

@@ -61,6 +61,7 @@ LOG = log.getLogger(__name__)
 _FOLDER_ID = ".folder-id"
 #: The scope in a plan before the folder exists.
 _NEW_FOLDER = "folder:new"
+_NO_ID = f"is not there or has no {_FOLDER_ID}"
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -140,8 +141,8 @@ class FileBackend(Backend):
         folder_id = self._folder_id()
         if folder_id is None:
             raise exc.StorageUnavailable(
-                f"backend {self.name!r}: {self._root} is not there or has lost its "
-                f"{_FOLDER_ID}: is the file system mounted?",
+                f"backend {self.name!r}: {self._root} {_NO_ID}: is the file system "
+                f"mounted?",
                 backend=self.name,
                 path=self._root,
             )
@@ -221,6 +222,7 @@ class FileBackend(Backend):
             format=self.FORMAT,
             path=self._way(want),
             uses_cache=self._uses_cache(want),
+            new="" if folder_id else f"{self._root} {_NO_ID}",
         )
 
     def _refuse(self, want: Want) -> None:

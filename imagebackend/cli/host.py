@@ -99,7 +99,7 @@ class BackendList(base.Lister):
                 backend.name,
                 backend.driver,
                 backend.enabled,
-                str(worst) if backend.enabled else "",
+                str(worst) if backend.enabled or findings else "",
                 "; ".join(says),
             )
 

@@ -313,6 +313,25 @@ class Reader:
             GenerationRow, state=GenerationState.DEBT.value, host_id=host_id
         )
 
+    def places(self, host_id: str) -> list[GenerationRow]:
+        """Where this host's disks are recorded: of each backend, scope and format
+        one generation."""
+        columns = t.generations.c
+        some = (
+            sa.select(sa.func.min(columns.id))
+            .where(
+                columns.host_id == host_id,
+                columns.state != GenerationState.NEW.value,
+            )
+            .group_by(columns.backend, columns.scope, columns.format)
+        )
+        rows = self.connection.execute(
+            sa.select(t.generations)
+            .where(columns.id.in_(some))
+            .order_by(columns.backend, columns.scope)
+        )
+        return [_in(GenerationRow, row) for row in rows]
+
     def entries_in_use(self, host_id: str) -> set[str]:
         """Cache entries that generations of this host's store go on needing."""
         rows = self.connection.execute(

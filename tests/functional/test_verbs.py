@@ -811,6 +811,71 @@ def test_a_folder_that_is_not_mounted_is_unknown_not_empty(
     assert host.objects() == []
 
 
+def test_nothing_is_made_in_a_folder_that_only_looks_new(
+    host: HostUnderTest, manager: DiskManager, files_backend: str
+) -> None:
+    """An unmounted file system leaves an empty folder, or none."""
+    host.raw_image()
+    first = host.instance()
+    data = DiskSpec(name="data", size=MiB, lifecycle=Lifecycle.PERSISTENT)
+    manager.create(first)
+    instances = host.path / "instances"
+    instances.rename(host.path / "away")
+    second = host.instance(imagebackend__backend=files_backend)
+    # Two backends have this folder, and only one of them has a disk in it.
+    other = host.instance(
+        imagebackend__backend=next(each for each in FILES if each != files_backend)
+    )
+    for _ in range(2):
+        for verb in (
+            lambda: manager.create(second),
+            lambda: manager.create(other),
+            lambda: manager.plan(second),
+            lambda: manager.update(first, [data]),
+            lambda: manager.rebuild(first),
+        ):
+            with pytest.raises(exc.StorageUnavailable, match=f"{instances} is not"):
+                verb()
+        assert host.objects() == [] and not (instances / ".folder-id").exists()
+        for findings in (manager.audit(), manager.check()):
+            errors = [each for each in findings if each.severity is Severity.ERROR]
+            assert [each.subject for each in errors] == [f"backend {files_backend}"]
+            assert str(instances) in errors[0].what
+        (status,) = [each for each in manager.backends() if each.name == files_backend]
+        assert any(each.severity is Severity.ERROR for each in status.findings)
+        instances.mkdir(exist_ok=True)
+    instances.rmdir()
+    (host.path / "away").rename(instances)
+    manager.create(second)
+    assert {disk.name for disk in manager.list()} == {"root"}
+    nothing_wrong(manager)
+
+
+def test_another_folder_may_be_new(host: HostUnderTest, manager: DiskManager) -> None:
+    host.raw_image()
+    manager.create(host.instance())
+    (host.path / "instances").rename(host.path / "away")
+    with host.config_file.open("a") as file:
+        file.write(f"[fast]\ndriver = raw\ninstances_path = {host.path}/fast\n")
+    host.conf.reload_config_files()
+    host.set("enabled_backends", ["fast", "qcow2", "raw"])
+    later = host.manager()
+    later.create(host.instance(imagebackend__backend="fast"))
+    assert len(host.files("fast")) == 1
+
+
+def test_a_backend_with_disks_that_is_not_enabled_is_an_error_of_the_check(
+    host: HostUnderTest, manager: DiskManager
+) -> None:
+    host.raw_image()
+    manager.create(host.instance(imagebackend__backend="raw"))
+    host.set("enabled_backends", ["qcow2"])
+    later = host.manager()
+    for findings in (later.audit(), later.check()):
+        (error,) = [each for each in findings if each.severity is Severity.ERROR]
+        assert error.subject == "backend raw" and "not enabled" in error.what
+
+
 # --- audit ---------------------------------------------------------------------------
 
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where disks of this host are recorded, against where its backends lead today.
+
+A backend knows only its storage of now, the store only what was recorded: here the
+two are compared, before anything is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from imagebackend import exceptions as exc
+from imagebackend.actions.context import Context
+from imagebackend.model import (
+    Finding,
+    ImageInfo,
+    Instance,
+    Placement,
+    Role,
+    Severity,
+    Want,
+)
+from imagebackend.selection import Recipe, Selection
+from imagebackend.store.rows import GenerationRow
+
+
+def place(
+    ctx: Context,
+    selection: Selection,
+    recipe: Recipe,
+    instance: Instance,
+    image: ImageInfo | None,
+) -> Placement:
+    """Where the recipe's backend would make it. No effect.
+
+    :raises StorageUnavailable: the storage looks new, but has disks: it is not the
+        one that they are in.
+    """
+    placement = selection.place(recipe, instance, image)
+    if not placement.new or not _recorded(ctx, placement):
+        return placement
+    # Asked again: the first disk of all may have been made just now.
+    placement = selection.place(recipe, instance, image)
+    recorded = _recorded(ctx, placement) if placement.new else []
+    if recorded:
+        scopes = ", ".join(sorted({row.scope for row in recorded}))
+        raise exc.StorageUnavailable(
+            f"backend {placement.backend!r}: {placement.new}, but disks are recorded "
+            f"there, in {scopes}: mount or bring back what they are in; if it is lost "
+            f"for good, choose another place for new disks",
+            backend=placement.backend,
+            scopes=scopes,
+        )
+    return placement
+
+
+def lost(ctx: Context) -> Iterator[tuple[str, Finding]]:
+    """Backends with disks of this host that none of their disks can be reached in."""
+    with ctx.store.reading() as rows:
+        recorded = rows.places(ctx.host.id)
+    for row in recorded:
+        try:
+            ctx.backend(row).stat(ctx.generation(row))
+        except (exc.HostError, exc.StorageUnavailable) as error:
+            yield (
+                row.backend,
+                Finding(
+                    Severity.ERROR,
+                    f"backend {row.backend}",
+                    error.message,
+                    "the disks that are recorded there cannot be worked on until then",
+                ),
+            )
+        except exc.ImageBackendError:
+            pass  # it answers: what is wrong with one disk says nothing of the others
+
+
+def _recorded(ctx: Context, placement: Placement) -> list[GenerationRow]:
+    """What says that the place is not new; two backends may have one place."""
+    with ctx.store.reading() as rows:
+        recorded = rows.places(ctx.host.id)
+    return [
+        row
+        for row in recorded
+        if row.scope != placement.scope
+        and (row.backend == placement.backend or _same(ctx, row.backend, placement))
+    ]
+
+
+def _same(ctx: Context, name: str, placement: Placement) -> bool:
+    want = Want(placement.size, role=Role.ROOT, instance_id=None, project_id="")
+    # One that cannot say where it would put a disk hinders no other.
+    with contextlib.suppress(exc.ImageBackendError):
+        return ctx.backends.get(name).plan(want).new == placement.new
+    return False
