@@ -99,12 +99,17 @@ class Context:
     def cache(self) -> ImageCache:
         with self._lock:
             if self._cache is None:
-                self._cache = ImageCache(self.conf, self.host, self._entries_in_use)
+                self._cache = ImageCache(
+                    self.conf,
+                    self.host,
+                    self._entries_in_use,
+                    lambda: self._entries_in_use(made=True),
+                )
             return self._cache
 
-    def _entries_in_use(self) -> set[str]:
+    def _entries_in_use(self, *, made: bool = False) -> set[str]:
         with self.store.reading() as rows:
-            return rows.entries_in_use(self.host.id)
+            return rows.entries_in_use(self.host.id, made=made)
 
     def backend(self, row: GenerationRow) -> Backend:
         return self.backends.get(row.backend)

@@ -353,11 +353,11 @@ def _audit_generation(ctx: Context, row: GenerationRow) -> Iterator[Finding]:
 def _audit_cache(ctx: Context) -> Iterator[Finding]:
     for entry in ctx.cache.entries(verify=True):
         if entry.broken:
+            advice = "`imagebackend cache prune` removes it: no disk is based on it"
+            if ctx.cache.needed(entry.entry):
+                advice = "put its file back, from a backup: disks are based on it"
             yield Finding(
-                Severity.ERROR,
-                f"image cache: {entry.entry}",
-                entry.broken,
-                "an unused entry goes with `imagebackend cache prune`",
+                Severity.ERROR, f"image cache: {entry.entry}", entry.broken, advice
             )
 
 

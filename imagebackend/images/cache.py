@@ -101,16 +101,23 @@ class _Meta:
 class ImageCache:
     """The cache. Keeps its arguments, makes its folders when it first fetches.
 
-    :param in_use: entries that this host's disks go on needing; asked with the
-        entry's lock held.
+    :param in_use: entries that this host's disks go on needing, those that are being
+        made as well; asked with the entry's lock held.
+    :param based: the same, but only of disks that have something on the entry
+        already: they alone keep a damaged one from being fetched anew. Unset: all.
     """
 
     def __init__(
-        self, conf: cfg.ConfigOpts, host: Host, in_use: Callable[[], Collection[str]]
+        self,
+        conf: cfg.ConfigOpts,
+        host: Host,
+        in_use: Callable[[], Collection[str]],
+        based: Callable[[], Collection[str]] | None = None,
     ) -> None:
         self._conf = conf
         self._host = host
         self._in_use = in_use
+        self._based = based or in_use
 
     @property
     def path(self) -> str:
@@ -192,7 +199,7 @@ class ImageCache:
                 return None
             self._lease(entry, meta, progress)
         except exc.IntegrityError:
-            if self._needed(entry):
+            if self.needed(entry):
                 raise
             LOG.warning("image cache: %s is damaged and is fetched anew", entry)
             return None
@@ -230,6 +237,7 @@ class ImageCache:
             raise _damaged(entry, f"{meta.file}: {error.strerror}") from error
         if not stat.S_ISREG(facts.st_mode):
             raise _damaged(entry, f"{meta.file} is not a file")
+        _check_size(entry, meta, facts)
         return {"boot": self._host.boot_id, "file": _fingerprint(facts)}
 
     def _verify(
@@ -242,21 +250,17 @@ class ImageCache:
                 progress(Progress("verify image", done, meta.size))
 
         try:
-            size = os.stat(base).st_size
-            if size != meta.size:
-                raise _damaged(
-                    entry, f"{meta.file} has {size} bytes instead of {meta.size}"
-                )
+            _check_size(entry, meta, os.stat(base))
             digest = digest_of(base, meta.digest.partition(":")[0], seen)
         except OSError as error:
             raise _damaged(entry, f"{meta.file}: {error.strerror}") from error
         if digest != meta.digest.lower():
             raise _damaged(entry, f"the bytes of {meta.file} are not those fetched")
 
-    def _needed(self, entry: str) -> bool:
+    def needed(self, entry: str) -> bool:
         """Whether a disk of this host, or maybe of another one, is based on it."""
         others = [host for host in self._leases(entry) if host != self._host.id]
-        return entry in self._in_use() or bool(others)
+        return entry in self._based() or bool(others)
 
     def _leases(self, entry: str) -> dict[str, float]:
         """Hosts that use the entry, or did, and when last."""
@@ -314,7 +318,7 @@ class ImageCache:
                 raise _damaged(entry, f"it has no {_META}")
             self._verify(entry, meta, None)
         except exc.IntegrityError:
-            if self._needed(entry):
+            if self.needed(entry):
                 raise
             with _writing(self._path(entry)):
                 self._remove(entry)
@@ -392,8 +396,9 @@ class ImageCache:
     def entries(self, *, verify: bool = False) -> Iterator[CacheEntry]:
         """All entries.
 
-        :param verify: read every byte of those that changed since they were last
-            looked at, or were not looked at since this host started.
+        Of those that changed since they were last looked at every byte is read.
+
+        :param verify: and of those that were not looked at since this host started.
         """
         for name in self._names():
             if self._is_entry(name):
@@ -461,11 +466,8 @@ class ImageCache:
             meta = self._meta(name)
             if meta is None:
                 broken = f"it has no {_META}"
-            elif verify:
-                with self._locked(name, shared=True):
-                    self._verify_changed(name, meta)
             else:
-                self._looked_at(name, meta)
+                self._verify_changed(name, meta, verify)
         except exc.IntegrityError as error:
             # One that went meanwhile is not a damaged one.
             if os.path.isdir(self._path(name)):
@@ -487,10 +489,15 @@ class ImageCache:
             broken=broken,
         )
 
-    def _verify_changed(self, name: str, meta: _Meta) -> None:
-        path = self._path(name, _LEASE + self._host.id)
-        if _read_json(path) != self._looked_at(name, meta):
-            self._verify(name, meta, None)
+    def _verify_changed(self, name: str, meta: _Meta, after_boot: bool) -> None:
+        seen = _read_json(self._path(name, _LEASE + self._host.id))
+        now = self._looked_at(name, meta)
+        if isinstance(seen, dict) and not after_boot:
+            seen = seen | {"boot": now["boot"]}
+        # What was never looked at has not changed.
+        if seen != now and (after_boot or seen is not None):
+            with self._locked(name, shared=True):
+                self._verify(name, meta, None)
 
     def _meta(self, entry: str) -> _Meta | None:
         """:raises IntegrityError: it is there, and not what was written."""
@@ -527,7 +534,11 @@ class ImageCache:
         for each in sorted(self.entries(), key=lambda entry: entry.last_used):
             old = now - each.last_used > options.cache_max_age
             if not (each.broken or old or (budget and left > budget)):
-                continue
+                if each.entry in self._in_use() or self.needed(each.entry):
+                    continue
+                each = self._entry(each.entry, verify=True)
+                if not each.broken:
+                    continue
             why = each.broken or (
                 f"not used for {_days(now - each.last_used)}" if old else "over budget"
             )
@@ -704,6 +715,13 @@ def _unlink(path: str) -> None:
     """:raises HostError:"""
     with _writing(path), contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def _check_size(entry: str, meta: _Meta, facts: os.stat_result) -> None:
+    if facts.st_size != meta.size:
+        raise _damaged(
+            entry, f"{meta.file} has {facts.st_size} bytes instead of {meta.size}"
+        )
 
 
 def _damaged(entry: str, what: str) -> exc.IntegrityError:

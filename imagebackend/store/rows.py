@@ -332,12 +332,18 @@ class Reader:
         )
         return [_in(GenerationRow, row) for row in rows]
 
-    def entries_in_use(self, host_id: str) -> set[str]:
-        """Cache entries that generations of this host's store go on needing."""
+    def entries_in_use(self, host_id: str, *, made: bool = False) -> set[str]:
+        """Cache entries that generations of this host's store go on needing.
+
+        :param made: leave out those that have recorded nothing of an object yet.
+        """
+        columns = t.generations.c
+        wanted = [columns.entry != "", columns.host_id == host_id]
+        if made:
+            new = columns.state == GenerationState.NEW.value
+            wanted.append(sa.not_(new & (columns.handle == model.dumps({}))))
         rows = self.connection.execute(
-            sa.select(t.generations.c.entry)
-            .where(t.generations.c.entry != "", t.generations.c.host_id == host_id)
-            .distinct()
+            sa.select(columns.entry).where(*wanted).distinct()
         )
         return {str(row[0]) for row in rows}
 

@@ -20,6 +20,7 @@ import pytest
 
 from imagebackend import DiskManager
 from imagebackend import exceptions as exc
+from imagebackend.backends.qcow2 import Qcow2Backend
 from imagebackend.host import Host
 from imagebackend.images.base import Readable
 from imagebackend.images.cache import CacheEntry, ImageCache
@@ -346,6 +347,87 @@ def test_usage_counts_all_that_the_cache_takes(
     assert here.entries()[0].allocated >= taken
 
 
+def damage(image: CachedImage, how: str) -> None:
+    """Under a good name."""
+    if how == "bytes":
+        with open(image.path, "r+b") as file:
+            file.write(b"not these")
+    else:
+        os.truncate(image.path, 5)
+
+
+@pytest.mark.parametrize("how", ["bytes", "size"])
+def test_prune_removes_damaged_bytes_that_nobody_needs(
+    here: Cache, source: MemorySource, how: str
+) -> None:
+    good, bad = fetch(here, source), fetch(here, source, "other")
+    damage(bad, how)
+    assert [each.entry for each in here.entries() if each.broken] == [bad.entry]
+    here.needed = {bad.entry}
+    assert here.prune().keys() <= {bad.entry}
+    here.needed = set()
+    assert here.prune(dry_run=True)[bad.entry].action == "would be removed"
+    assert {name: each.action for name, each in here.prune().items()} == {
+        bad.entry: "removed"
+    }
+    assert here.names() == [good.entry]
+
+
+@pytest.mark.parametrize("how", ["bytes", "size"])
+@pytest.mark.parametrize("backend", ["qcow2", "raw"])
+def test_create_fetches_a_damaged_entry_anew_unless_a_disk_is_based_on_it(
+    host: HostUnderTest, manager: DiskManager, backend: str, how: str
+) -> None:
+    host.set("default_backend", backend)
+    data = host.raw_image()
+    image = manager.prefetch("raw-image")
+    damage(image, how)
+    (finding,) = [each for each in manager.audit() if each.severity is not Severity.OK]
+    assert image.entry in finding.subject and "prune" in finding.advice
+    first = host.instance()
+    manager.create(first)
+    assert Path(image.path).read_bytes() == data
+    damage(image, how)
+    if backend == "raw":
+        manager.create(host.instance())
+        return
+    with pytest.raises(exc.IntegrityError, match=image.entry):
+        manager.create(host.instance())
+    found = [each for each in manager.audit() if "image cache" in each.subject]
+    assert "prune" not in found[-1].advice
+    assert [each.action for each in manager.prune()] == ["kept"]
+    manager.destroy(first.id)
+    manager.create(host.instance())
+
+
+def test_a_disk_that_is_being_made_needs_an_entry_once_something_of_it_is_recorded(
+    host: HostUnderTest, manager: DiskManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.raw_image()
+    seen = []
+    store = manager._ctx.store
+    real = Qcow2Backend.create
+
+    def create(self: Qcow2Backend, gen: Any, fill: Any, record: Any) -> Any:
+        def recorded(handle: Any) -> None:
+            record(handle)
+            look()
+
+        look()
+        return real(self, gen, fill, recorded)
+
+    def look() -> None:
+        with store.reading() as rows:
+            host_id = manager.host_id
+            seen.append(
+                [len(rows.entries_in_use(host_id, made=made)) for made in (False, True)]
+            )
+
+    monkeypatch.setattr(Qcow2Backend, "create", create)
+    manager.create(host.instance())
+    assert seen == [[1, 0], [1, 1]]
+
+
 @pytest.mark.field("C6")
 def test_blank_disks_need_no_cache_and_nothing_is_left_after_all_are_gone(
     host: HostUnderTest, manager: DiskManager
@@ -647,7 +729,7 @@ def test_lease_that_was_being_written_is_nobodys(
     assert here.entries()[0].leases == (here.host.id,)
     assert here.cache.hosts() == [here.host.id]
     assert len(here.cache.sweep()) == 1
-    assert here.cache._needed(image.entry) is False
+    assert here.cache.needed(image.entry) is False
     assert files_below(here.path) == {
         f"hosts/{here.host.id}",
         f"{image.entry}/base.raw",
