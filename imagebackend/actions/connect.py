@@ -13,6 +13,7 @@ from imagebackend.actions.context import (
     instance_of,
     settle_disk,
 )
+from imagebackend.actions.places import must_answer
 from imagebackend.actions.replace import known_instance, must_be_idle, release
 from imagebackend.actions.settle import begin
 from imagebackend.libvirt import secret as secrets
@@ -25,6 +26,12 @@ from imagebackend.validation import QUOTA_KEYS, QUOTA_PREFIX
 def connect(ctx: Context, instance_id: str) -> Sequence[Connection]:
     """See :meth:`imagebackend.manager.DiskManager.connect`."""
     with begin(ctx, "connect", instance_id) as operation:
+        with ctx.store.reading() as rows:
+            present = []
+            for _, disk in rows.owned(instance_id):
+                present.append(_current(rows, free(disk, "connect")))
+                _mine(ctx, rows, disk, instance_id)
+        must_answer(ctx, present)
         with ctx.store.writing() as tx:
             known_instance(tx, instance_id)
             todo: list[tuple[GenerationRow, AttachmentRow]] = []
@@ -61,8 +68,7 @@ def disconnect(ctx: Context, instance_id: str) -> None:
             known_instance(rows, instance_id)
             owned = rows.owned(instance_id)
         for owner, disk in owned:
-            if not disk.shareable:
-                must_be_idle(ctx, disk, owner)
+            must_be_idle(ctx, disk, owner)
         for owner, disk in owned:
             release(ctx, disk, owner)
         with ctx.store.writing() as tx:

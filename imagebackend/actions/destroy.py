@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from imagebackend import exceptions as exc
 from imagebackend.actions.context import Context, free, hold
+from imagebackend.actions.places import must_answer
 from imagebackend.actions.replace import detach, must_be_idle, release
 from imagebackend.actions.settle import begin, drop_generation
 from imagebackend.model import Change, DiskChange, DiskState, Lifecycle
@@ -24,15 +25,23 @@ def destroy(ctx: Context, instance_id: str) -> Change:
             instance = rows.instance(instance_id)
             owned = rows.owned(instance_id)
             staying = [pair for pair in owned if _stays(rows.owners(pair[1].id), pair)]
+            going = [pair for pair in owned if pair not in staying]
+            # Of those that a disk has beside its present one; that is asked anyway.
+            objects = [
+                row
+                for _, disk in going
+                for row in rows.generations(disk.id)
+                if row.id != disk.generation_id
+            ]
             handles = {
                 disk.id: row.handle
                 for _, disk in owned
                 if (row := rows.generation(disk.generation_id or "")) is not None
             }
-        going = [pair for pair in owned if pair not in staying]
         for owner, disk in owned:
             free(disk, "destroy")
             must_be_idle(ctx, disk, owner, patient=True)
+        must_answer(ctx, objects)
         for owner, disk in owned:
             release(ctx, disk, owner)
         # From here on the instance is gone: what dies now is only ever finished.
@@ -67,6 +76,7 @@ def delete_disk(ctx: Context, disk_id: str) -> Change:
             disk = rows.disk(disk_id)
             owners = rows.owners(disk_id)
             row = rows.generation(disk.generation_id or "") if disk else None
+            objects = rows.generations(disk_id)
         if disk is None:
             raise exc.DiskNotFound(f"disk {disk_id} is not recorded", disk=disk_id)
         if owners:
@@ -78,6 +88,7 @@ def delete_disk(ctx: Context, disk_id: str) -> Change:
                 owners=[owner.instance_id for owner in owners],
             )
         free(disk, "delete")
+        must_answer(ctx, objects)
         with ctx.store.writing() as tx:
             hold(tx, disk, DiskState.DELETING, operation)
         _delete(ctx, disk_id)

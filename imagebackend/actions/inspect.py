@@ -133,12 +133,7 @@ def recover(ctx: Context, *, dry_run: bool) -> Iterator[Finding]:
             if alive is None:
                 yield _of_other_host(ctx, operation)
         elif dry_run:
-            yield Finding(
-                Severity.WARNING,
-                f"operation {operation.id}",
-                _died(operation),
-                action="would be settled",
-            )
+            yield _would_settle(ctx, operation)
         else:
             yield from _recover_one(ctx, operation)
     for debt in debts:
@@ -205,6 +200,22 @@ def _died(operation: OperationRow) -> str:
         f"{operation.verb} of {operation.target} (process {operation.pid}) died "
         f"half way"
     )
+
+
+def _would_settle(ctx: Context, operation: OperationRow) -> Finding:
+    with ctx.store.reading() as rows:
+        objects = rows.generations_of(operation.id)
+        for disk in rows.disks_of(operation.id):
+            objects += rows.generations(disk.id)
+    what, action = _died(operation), "would be settled"
+    try:
+        places.must_answer(ctx, objects)
+    except (exc.HostError, exc.StorageUnavailable) as error:
+        what += f"; it cannot be settled now: {error.message}"
+        action = "would be left as it is"
+    except exc.ImageBackendError:
+        pass  # of one object, which settling tells
+    return Finding(Severity.WARNING, f"operation {operation.id}", what, action=action)
 
 
 def _of_other_host(ctx: Context, operation: OperationRow) -> Finding:

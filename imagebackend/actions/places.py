@@ -8,7 +8,7 @@ two are compared, before anything is made.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from imagebackend import exceptions as exc
 from imagebackend.actions.context import Context
@@ -53,6 +53,17 @@ def place(
             scopes=scopes,
         )
     return placement
+
+
+def must_answer(ctx: Context, rows: Iterable[GenerationRow]) -> None:
+    """Ask the storages for the objects, before anything is touched: an operation that
+    fails half way needs them to take back what it did.
+
+    :raises HostError, StorageUnavailable: a backend is not enabled, leads elsewhere, or
+        does not answer.
+    """
+    for row in rows:
+        ctx.backend(row).stat(ctx.generation(row))
 
 
 def lost(ctx: Context) -> Iterator[tuple[str, Finding]]:

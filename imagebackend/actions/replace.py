@@ -391,6 +391,7 @@ def must_be_idle(
 ) -> None:
     """:param patient: what looks like a user may be one that has died: wait for it.
     :raises Busy: a guest has it open. :raises HostConflict: another host has.
+    :raises HostError, StorageUnavailable: its backend cannot be asked.
     """
     if disk.generation_id is None:
         return
@@ -409,12 +410,15 @@ def must_be_idle(
             disk=disk.id,
             host=attachments[0].host_id,
         )
-    if row is None or disk.shareable:
+    if row is None:
         return
     backend, generation = ctx.backend(row), ctx.generation(row)
     deadline = time.monotonic() + (backend.lingering if patient else 0)
     pause = 0.1
+    # Asked for a shareable one as well: the storage must answer before all else.
     while (found := backend.stat(generation)) is not None and found.used_by:
+        if disk.shareable:
+            return
         if time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, 2.0)

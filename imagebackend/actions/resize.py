@@ -18,6 +18,7 @@ from imagebackend.actions.context import (
     specs_of,
 )
 from imagebackend.actions.create import request_text
+from imagebackend.actions.places import must_answer
 from imagebackend.actions.replace import known_instance, must_be_idle
 from imagebackend.actions.settle import begin
 from imagebackend.libvirt.guest import GuestDisks
@@ -176,6 +177,7 @@ def _check(ctx: Context, growth: _Growth, guest: GuestDisks | None) -> None:
     if guest is None:
         must_be_idle(ctx, growth.disk, growth.owner)
         return
+    must_answer(ctx, [growth.row])
     capabilities = ctx.backend(growth.row).capabilities(ctx.generation(growth.row))
     if capabilities.live_resize is Way.NONE:
         raise exc.NotSupported(

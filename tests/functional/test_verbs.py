@@ -17,6 +17,7 @@ import pytest
 
 from imagebackend import Change, DiskManager, DiskSpec, Lifecycle, Role, UploadTarget
 from imagebackend import exceptions as exc
+from imagebackend.backends.files import FileBackend
 from imagebackend.model import Disk, DiskState, FileSource, Instance, Severity, Source
 from imagebackend.qemu_img import image_opts
 from imagebackend.testing.harness import virtual_size
@@ -809,6 +810,95 @@ def test_a_folder_that_is_not_mounted_is_unknown_not_empty(
     list(manager.recover(dry_run=False))
     manager.destroy(instance.id)
     assert host.objects() == []
+
+
+@pytest.mark.parametrize("trouble", ["not enabled", "not mounted"])
+def test_a_backend_that_cannot_be_asked_is_refused_before_anything_is_touched(
+    host: HostUnderTest, manager: DiskManager, trouble: str
+) -> None:
+    host.raw_image()
+    raw, shared, kept = (
+        DiskSpec(name="raw", size=MiB, backend="raw", lifecycle=Lifecycle.PERSISTENT),
+        DiskSpec(name="shared", size=MiB, backend="raw", shareable=True),
+        DiskSpec(name="kept", size=MiB, backend="raw", lifecycle=Lifecycle.PERSISTENT),
+    )
+    instance = host.instance()
+    manager.create(instance, [raw, shared, kept])
+    change = manager.update(instance, [raw, shared])
+    (left,) = change.detached
+    manager.connect(instance.id)
+    fresh = host.instance(imagebackend__backend="raw")
+    manager.create(fresh)
+    before = {disk.id: (disk.state, disk.connected) for disk in manager.list()}
+    files = host.objects()
+    away = host.path / "away"
+    if trouble == "not enabled":
+        host.set("enabled_backends", ["qcow2"])
+    else:
+        (host.path / "instances").rename(away)
+    later = host.manager()
+    larger = dataclasses.replace(raw, size=2 * MiB)
+    for verb in (
+        lambda: later.connect(instance.id),
+        lambda: later.connect(fresh.id),
+        lambda: later.disconnect(instance.id),
+        lambda: later.destroy(instance.id),
+        lambda: later.destroy(fresh.id),
+        lambda: later.rebuild(fresh),
+        lambda: later.resize(with_root(fresh, 2)),
+        lambda: later.resize(with_root(fresh, 2), NoGuest()),
+        lambda: later.snapshot(fresh.id, UploadTarget("snapshot")),
+        lambda: later.update(instance, [larger, shared]),
+        lambda: later.update(instance, [raw]),
+        lambda: later.delete_disk(left.disk_id),
+    ):
+        with pytest.raises(
+            (exc.ConfigError, exc.PlacementRefused, exc.StorageUnavailable)
+        ):
+            verb()
+        assert list(later.recover()) == []
+    after = {disk.id: (disk.state, disk.connected) for disk in later.list()}
+    assert after == before
+    if trouble == "not enabled":
+        host.set("enabled_backends", ["qcow2", "raw"])
+    else:
+        away.rename(host.path / "instances")
+    assert host.objects() == files
+    again = host.manager()
+    nothing_wrong(again)
+    again.destroy(instance.id)
+
+
+class NoGuest:
+    """A running guest that nothing may be asked of."""
+
+    uuid = "none"
+
+    def __getattr__(self, name: str) -> None:
+        raise AssertionError(name)
+
+
+def test_recover_says_why_an_operation_cannot_be_settled(
+    host: HostUnderTest, manager: DiskManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.raw_image()
+    instance = host.instance()
+    manager.create(instance)
+    with monkeypatch.context() as patch:
+        for name in ("connect", "disconnect"):
+            patch.setattr(FileBackend, name, storage_is_down)
+        with pytest.raises(exc.StorageUnavailable):
+            manager.connect(instance.id)
+    host.set("enabled_backends", ["raw"])
+    (finding,) = host.manager().recover()
+    assert "not enabled" in finding.what and finding.action == "would be left as it is"
+    host.set("enabled_backends", ["qcow2"])
+    (finding,) = host.manager().recover()
+    assert finding.action == "would be settled"
+
+
+def storage_is_down(*_args: object, **_kwargs: object) -> None:
+    raise exc.StorageUnavailable("the storage does not answer")
 
 
 def test_nothing_is_made_in_a_folder_that_only_looks_new(
