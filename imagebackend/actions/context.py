@@ -112,7 +112,23 @@ class Context:
             return rows.entries_in_use(self.host.id, made=made)
 
     def backend(self, row: GenerationRow) -> Backend:
-        return self.backends.get(row.backend)
+        """The backend that has the object.
+
+        :raises ConfigError: it is not enabled, or its driver is another one by now.
+        """
+        backend = self.backends.get(row.backend)
+        formats = backend.capabilities(self.generation(row)).formats
+        if row.format not in formats:
+            driver = self.backends.driver_name(row.backend)
+            raise exc.ConfigError(
+                f"backend {row.backend!r}: generation {row.id} is recorded as "
+                f"{row.format}, but [{row.backend}] driver {driver!r} has only "
+                f"{', '.join(formats)}: set the driver that made it, and give another "
+                f"one a backend of its own",
+                backend=row.backend,
+                generation=row.id,
+            )
+        return backend
 
     def generation(self, row: GenerationRow) -> Generation:
         return row.generation(self.deployment_id)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from oslo_log import log
 
@@ -14,7 +14,6 @@ from imagebackend.actions import places
 from imagebackend.actions.context import Context, instance_of
 from imagebackend.actions.replace import known_instance
 from imagebackend.actions.settle import purge, settle
-from imagebackend.backends.base import Backend
 from imagebackend.model import (
     JSON,
     Disk,
@@ -307,18 +306,14 @@ def _audit_disk(ctx: Context, disk: DiskRow) -> Iterator[Finding]:
     if row is None:
         yield Finding(Severity.ERROR, subject, "has no object", "report a bug")
         return
-    yield from _audit_object(ctx.backends.get, ctx, subject, disk, row)
+    yield from _audit_object(ctx, subject, disk, row)
 
 
 def _audit_object(
-    get: Callable[[str], Backend],
-    ctx: Context,
-    subject: str,
-    disk: DiskRow,
-    row: GenerationRow,
+    ctx: Context, subject: str, disk: DiskRow, row: GenerationRow
 ) -> Iterator[Finding]:
     try:
-        found = get(row.backend).stat(ctx.generation(row))
+        found = ctx.backend(row).stat(ctx.generation(row))
     except exc.ImageBackendError as error:
         yield Finding(Severity.WARNING, subject, error.message, "its state is unknown")
         return

@@ -941,6 +941,45 @@ def test_nothing_is_made_in_a_folder_that_only_looks_new(
     nothing_wrong(manager)
 
 
+def test_a_backend_whose_driver_was_changed_refuses_its_disks(
+    host: HostUnderTest, manager: DiskManager, files_backend: str
+) -> None:
+    """Both have the folder: nothing but the recorded format tells them apart."""
+    host.raw_image()
+    instance = host.instance()
+    manager.create(instance)
+    path = host.path / "instances" / host.objects()[0]
+    before = path.read_bytes()[:MiB], path.stat()
+    other = next(each for each in FILES if each != files_backend)
+    with host.config_file.open("a") as file:
+        file.write(f"[{files_backend}]\ndriver = {other}\n")
+    host.conf.reload_config_files()
+    changed = host.manager()
+    for verb in (
+        lambda: changed.connect(instance.id),
+        lambda: changed.resize(with_root(instance, 2)),
+        lambda: changed.rebuild(instance),
+        lambda: changed.snapshot(instance.id, UploadTarget("snapshot")),
+        lambda: changed.destroy(instance.id),
+    ):
+        with pytest.raises(exc.ConfigError, match=f"driver '{other}'"):
+            verb()
+        assert (path.read_bytes()[:MiB], path.stat()) == before
+    for findings in (changed.audit(), changed.check()):
+        assert any(
+            each.severity is Severity.ERROR
+            and f"backend {files_backend}" == each.subject
+            for each in findings
+        )
+    changed.create(host.instance())
+    with host.config_file.open("a") as file:
+        file.write(f"driver = {files_backend}\n")
+    host.conf.reload_config_files()
+    again = host.manager()
+    again.destroy(instance.id)
+    assert not path.exists()
+
+
 def test_another_folder_may_be_new(host: HostUnderTest, manager: DiskManager) -> None:
     host.raw_image()
     manager.create(host.instance())
