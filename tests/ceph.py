@@ -8,21 +8,23 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 USER = "imagebackend"
-#: Of the user's; Glance's images lie in ``images``.
+#: Of the user's: the tests empty them. Glance's images lie in ``images``.
 POOLS = ("vms", "vms2")
-_ALL = (*POOLS, "images")
 
 
 @dataclass(frozen=True)
 class Ceph:
+    """:ivar uploaded: images that a test put into Glance's pool."""
+
     conf: str
+    uploaded: list[str] = field(default_factory=list)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -94,6 +96,7 @@ class Ceph:
 
     def upload(self, path: Path | str, image: str, snapshot: str = "snap") -> str:
         """An image as Glance keeps it; its location."""
+        self.uploaded.append(image)
         self.rbd("import", str(path), image)
         self.rbd("snap", "create", f"{image}@{snapshot}")
         return f"rbd://{self.fsid}/{image}/{snapshot}"
@@ -110,18 +113,22 @@ class Ceph:
             cluster.shutdown()
 
     def clean(self) -> None:
-        """Every pool of the tests is empty afterwards, whatever hung on what."""
+        """Both pools are empty afterwards, whatever hung on what, and what a test put
+        into Glance's is gone."""
         import rbd
 
         with self.admin() as cluster:
-            ioctxs = [cluster.open_ioctx(pool) for pool in _ALL]
+            ioctxs = [cluster.open_ioctx(pool) for pool in POOLS]
             for _ in range(20):
-                left = 0
-                for ioctx in ioctxs:
-                    left += _clean(rbd, ioctx)
-                if not left:
-                    return
-        raise AssertionError(f"cannot be removed: {self.images(*_ALL)}, {self.trash()}")
+                if not sum(_clean(rbd, ioctx) for ioctx in ioctxs):
+                    break
+            else:
+                raise AssertionError(f"not removed: {self.images()}, {self.trash()}")
+            for image in self.uploaded:
+                pool, name = image.split("/")
+                with cluster.open_ioctx(pool) as ioctx:
+                    _drop(rbd, ioctx, {"name": name})
+        self.uploaded.clear()
 
 
 def _clean(rbd: Any, ioctx: Any) -> int:
@@ -131,20 +138,25 @@ def _clean(rbd: Any, ioctx: Any) -> int:
     for where in [{"name": name} for name in names] + [
         {"image_id": each["id"]} for each in trash
     ]:
-        try:
-            with rbd.Image(ioctx, **where) as image:
-                for snap in list(image.list_snaps()):
-                    if snap["namespace"] == rbd.RBD_SNAP_NAMESPACE_TYPE_USER:
-                        if image.is_protected_snap(snap["name"]):
-                            image.unprotect_snap(snap["name"])
-                        image.remove_snap(snap["name"])
-            if "name" in where:
-                rbd.RBD().remove(ioctx, where["name"])
-            else:
-                rbd.RBD().trash_remove(ioctx, where["image_id"], force=True)
-        except (rbd.ImageNotFound, rbd.ImageBusy, rbd.ImageHasSnapshots):
-            pass
+        _drop(rbd, ioctx, where)
     return len(rbd.RBD().list(ioctx)) + len(list(rbd.RBD().trash_list(ioctx)))
+
+
+def _drop(rbd: Any, ioctx: Any, where: dict[str, str]) -> None:
+    """An image with its snapshots, if nothing hangs on it."""
+    try:
+        with rbd.Image(ioctx, **where) as image:
+            for snap in list(image.list_snaps()):
+                if snap["namespace"] == rbd.RBD_SNAP_NAMESPACE_TYPE_USER:
+                    if image.is_protected_snap(snap["name"]):
+                        image.unprotect_snap(snap["name"])
+                    image.remove_snap(snap["name"])
+        if "name" in where:
+            rbd.RBD().remove(ioctx, where["name"])
+        else:
+            rbd.RBD().trash_remove(ioctx, where["image_id"], force=True)
+    except (rbd.ImageNotFound, rbd.ImageBusy, rbd.ImageHasSnapshots):
+        pass
 
 
 def ceph_of_the_bed() -> Ceph:
@@ -154,4 +166,9 @@ def ceph_of_the_bed() -> Ceph:
         if "IMAGEBACKEND_TESTBED" in os.environ:
             pytest.fail("the test bed runs without Ceph")
         pytest.skip("no Ceph: tools/testbed run COMMAND brings one up")
+    if not {"IMAGEBACKEND_TESTBED", "IMAGEBACKEND_EMPTY_POOLS"} & set(os.environ):
+        pytest.skip(
+            f"IMAGEBACKEND_EMPTY_POOLS=yes lets the tests empty the pools "
+            f"{', '.join(POOLS)} of {conf}"
+        )
     return Ceph(conf)
