@@ -13,7 +13,7 @@ from imagebackend.actions.context import (
     instance_of,
     settle_disk,
 )
-from imagebackend.actions.places import must_answer
+from imagebackend.actions.places import must_be_whole
 from imagebackend.actions.replace import known_instance, must_be_idle, release
 from imagebackend.actions.settle import begin
 from imagebackend.libvirt import secret as secrets
@@ -31,7 +31,7 @@ def connect(ctx: Context, instance_id: str) -> Sequence[Connection]:
             for _, disk in rows.owned(instance_id):
                 present.append(_current(rows, free(disk, "connect")))
                 _mine(ctx, rows, disk, instance_id)
-        must_answer(ctx, present)
+        must_be_whole(ctx, present)
         with ctx.store.writing() as tx:
             known_instance(tx, instance_id)
             todo: list[tuple[GenerationRow, AttachmentRow]] = []

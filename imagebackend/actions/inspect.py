@@ -314,6 +314,14 @@ def _audit_object(
 ) -> Iterator[Finding]:
     try:
         found = ctx.backend(row).stat(ctx.generation(row))
+    except (exc.IntegrityError, exc.ObjectExists) as error:
+        yield Finding(
+            Severity.ERROR,
+            subject,
+            error.message,
+            "restore it, or destroy or rebuild the instance",
+        )
+        return
     except exc.ImageBackendError as error:
         yield Finding(Severity.WARNING, subject, error.message, "its state is unknown")
         return
@@ -325,12 +333,15 @@ def _audit_object(
             "restore it, or destroy the instance",
         )
     elif found.size != disk.size:
+        advice = "restore it: what was behind its end is lost"
+        if found.size > disk.size:
+            advice = "somebody else resized it: resize the instance to that size"
         yield Finding(
             Severity.ERROR,
             subject,
             f"has {found.size} bytes in backend {row.backend!r}, recorded are "
             f"{disk.size}",
-            "somebody else resized it: resize the instance to that size",
+            advice,
         )
 
 

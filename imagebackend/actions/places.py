@@ -63,6 +63,17 @@ def must_answer(ctx: Context, rows: Iterable[GenerationRow]) -> None:
         does not answer.
     """
     for row in rows:
+        # What is damaged can be deleted; who would use it, is told by the backend.
+        with contextlib.suppress(exc.IntegrityError):
+            ctx.backend(row).stat(ctx.generation(row))
+
+
+def must_be_whole(ctx: Context, rows: Iterable[GenerationRow]) -> None:
+    """As :func:`must_answer`, for who is going to use what is in the objects.
+
+    :raises IntegrityError: one is damaged.
+    """
+    for row in rows:
         ctx.backend(row).stat(ctx.generation(row))
 
 

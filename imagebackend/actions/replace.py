@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from imagebackend import exceptions as exc
 from imagebackend import model
@@ -25,7 +25,7 @@ from imagebackend.actions.context import (
     specs_of,
 )
 from imagebackend.actions.create import Batch, create, request_text
-from imagebackend.actions.places import place
+from imagebackend.actions.places import must_be_whole, place
 from imagebackend.actions.settle import begin, pay_debts
 from imagebackend.model import (
     Change,
@@ -41,7 +41,13 @@ from imagebackend.model import (
 )
 from imagebackend.selection import Recipe, Wanted
 from imagebackend.store.operations import Operation
-from imagebackend.store.rows import DiskRow, InstanceRow, OwnerRow, Transaction
+from imagebackend.store.rows import (
+    DiskRow,
+    GenerationRow,
+    InstanceRow,
+    OwnerRow,
+    Transaction,
+)
 from imagebackend.validation import file_size
 
 Present = list[tuple[OwnerRow, DiskRow]]
@@ -272,6 +278,7 @@ def _apply(
     growing = [(owner, disk) for owner, disk, _ in steps.grow]
     for owner, disk in [*leaving, *steps.detach, *growing]:
         must_be_idle(ctx, disk, owner, patient=True)
+    must_be_whole(ctx, [_object(ctx, disk) for _, disk in growing])
     # Names and devices of what leaves are taken until it has left.
     present = [*steps.keep, *growing, *leaving, *steps.detach]
     batch = Batch(ctx, operation, instance, auth, progress)
@@ -374,16 +381,22 @@ def _grow(
     ctx: Context, operation: Operation, owner: OwnerRow, disk: DiskRow, recipe: Recipe
 ) -> DiskChange:
     """Grow in place; the size that the storage gives is committed at once."""
+    row = _object(ctx, disk)
     with ctx.store.writing() as tx:
-        row = tx.generation(disk.generation_id or "")
         held = hold(tx, disk, DiskState.RESIZING, operation)
-    if row is None:
-        raise exc.InternalError(f"disk {disk.id} has no generation")
     size = ctx.backend(row).resize(ctx.generation(row), recipe.size)
     with ctx.store.writing() as tx:
         tx.update_generation(row.id, size=size)
         settle_disk(tx, held, size=size, spec=model.to_json(recipe))
     return DiskChange(disk.id, owner.name, size, old=row.handle, new=row.handle)
+
+
+def _object(ctx: Context, disk: DiskRow) -> GenerationRow:
+    with ctx.store.reading() as rows:
+        row = rows.generation(disk.generation_id or "")
+    if row is None:
+        raise exc.InternalError(f"disk {disk.id} has no generation")
+    return row
 
 
 def must_be_idle(
@@ -412,11 +425,10 @@ def must_be_idle(
         )
     if row is None:
         return
-    backend, generation = ctx.backend(row), ctx.generation(row)
-    deadline = time.monotonic() + (backend.lingering if patient else 0)
+    deadline = time.monotonic() + (ctx.backend(row).lingering if patient else 0)
     pause = 0.1
     # Asked for a shareable one as well: the storage must answer before all else.
-    while (found := backend.stat(generation)) is not None and found.used_by:
+    while used_by := _users(ctx, row):
         if disk.shareable:
             return
         if time.monotonic() < deadline:
@@ -425,10 +437,19 @@ def must_be_idle(
             continue
         raise exc.Busy(
             f"disk {owner.name!r} of instance {owner.instance_id} is in use by "
-            f"{', '.join(found.used_by)}: stop the guest first",
+            f"{', '.join(used_by)}: stop the guest first",
             disk=disk.id,
-            used_by=list(found.used_by),
+            used_by=list(used_by),
         )
+
+
+def _users(ctx: Context, row: GenerationRow) -> Sequence[str]:
+    try:
+        found = ctx.backend(row).stat(ctx.generation(row))
+    except exc.IntegrityError as error:
+        # A damaged disk can be left, replaced or deleted.
+        return cast(Sequence[str], error.values.get("used_by", ()))
+    return found.used_by if found is not None else ()
 
 
 def release(ctx: Context, disk: DiskRow, owner: OwnerRow) -> None:

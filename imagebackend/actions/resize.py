@@ -18,7 +18,7 @@ from imagebackend.actions.context import (
     specs_of,
 )
 from imagebackend.actions.create import request_text
-from imagebackend.actions.places import must_answer
+from imagebackend.actions.places import must_be_whole
 from imagebackend.actions.replace import known_instance, must_be_idle
 from imagebackend.actions.settle import begin
 from imagebackend.libvirt.guest import GuestDisks
@@ -176,8 +176,9 @@ def _grown_recipe(owner: OwnerRow, disk: DiskRow, each: Wanted) -> Recipe | None
 def _check(ctx: Context, growth: _Growth, guest: GuestDisks | None) -> None:
     if guest is None:
         must_be_idle(ctx, growth.disk, growth.owner)
+    must_be_whole(ctx, [growth.row])
+    if guest is None:
         return
-    must_answer(ctx, [growth.row])
     capabilities = ctx.backend(growth.row).capabilities(ctx.generation(growth.row))
     if capabilities.live_resize is Way.NONE:
         raise exc.NotSupported(

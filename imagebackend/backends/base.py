@@ -269,6 +269,7 @@ class Backend(abc.ABC):
         ============ ==========================================================
 
         :raises ObjectMissing: the storage answered that it is not there.
+        :raises IntegrityError: it is damaged, as ``stat`` says.
         :raises HostConflict: another host has it.
         """
 
@@ -290,6 +291,9 @@ class Backend(abc.ABC):
         """What the storage says; None only if it *answered* that there is nothing.
 
         :raises StorageUnavailable: it did not answer.
+        :raises IntegrityError: it is there, but can be seen to be damaged, as a file
+            that is shorter than recorded; ``values["used_by"]`` as in
+            :class:`~imagebackend.model.Stat`. It can be deleted all the same.
         """
 
     @abc.abstractmethod

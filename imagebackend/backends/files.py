@@ -78,8 +78,11 @@ class FileBackend(Backend):
         """Make the file at ``path``, which exists and is empty, whole."""
 
     @abc.abstractmethod
-    def _virtual_size(self, fd: int, gen: Generation) -> int:
-        """The size that a guest sees, from an open file of the recorded format."""
+    def _virtual_size(self, fd: int, gen: Generation, path: str) -> int:
+        """The size that a guest sees, from an open file of the recorded format.
+
+        :raises IntegrityError: what :meth:`_damaged` makes.
+        """
 
     @abc.abstractmethod
     def _grow(self, gen: Generation, path: str, size: int) -> None:
@@ -262,7 +265,7 @@ class FileBackend(Backend):
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             way, handle = self._fill(gen, part, fill)
-            size = self._virtual_size(fd, gen)
+            size = self._virtual_size(fd, gen, part)
             if size != gen.size:
                 raise exc.IntegrityError(
                     f"backend {self.name!r} made a disk of {size} bytes instead of "
@@ -342,7 +345,10 @@ class FileBackend(Backend):
             )
         folder = os.path.dirname(path)
         try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._refuse_folder(path, os.lstat(path).st_mode)
             removed = False
+            # A link goes, and not what it points at.
             for name in (path, *self._temporaries(path)):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     os.unlink(name)
@@ -381,6 +387,10 @@ class FileBackend(Backend):
 
     def _stat_file(self, gen: Generation, path: str) -> Stat | None:
         try:
+            mode = os.lstat(path).st_mode
+            self._refuse_folder(path, mode)
+            if not stat_module.S_ISREG(mode):
+                raise self._damaged(gen, path, "it is not a regular file")
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
@@ -390,22 +400,39 @@ class FileBackend(Backend):
                 path=path,
             ) from error
         try:
-            facts = os.fstat(fd)
-            if not stat_module.S_ISREG(facts.st_mode):
-                raise exc.StorageError(
-                    f"backend {self.name!r}: {path} is not a regular file", path=path
-                )
+            size = self._virtual_size(fd, gen, path)
+            if size < gen.size:
+                what = f"it has {size} bytes, recorded are {gen.size}"
+                raise self._damaged(gen, path, what)
             return Stat(
-                size=self._virtual_size(fd, gen),
-                allocated=facts.st_blocks * 512,
-                used_by=(
-                    ("a QEMU process of this host",)
-                    if generic.qemu_has_open(path)
-                    else ()
-                ),
+                size=size,
+                allocated=os.fstat(fd).st_blocks * 512,
+                used_by=self._used_by(path),
             )
         finally:
             os.close(fd)
+
+    @staticmethod
+    def _used_by(path: str) -> Sequence[str]:
+        return ("a QEMU process of this host",) if generic.qemu_has_open(path) else ()
+
+    def _damaged(self, gen: Generation, path: str, what: str) -> exc.IntegrityError:
+        return exc.IntegrityError(
+            f"backend {self.name!r}: the disk's file {path} is damaged: {what}",
+            backend=self.name,
+            generation=gen.id,
+            path=path,
+            used_by=self._used_by(path),
+        )
+
+    def _refuse_folder(self, path: str, mode: int) -> None:
+        if stat_module.S_ISDIR(mode):
+            raise exc.ObjectExists(
+                f"backend {self.name!r}: {path} is a folder where the disk's file "
+                f"should be: look what it has, and move it away",
+                backend=self.name,
+                path=path,
+            )
 
     def scan(self) -> Iterator[Found]:
         try:

@@ -28,6 +28,9 @@ from imagebackend.model import (
 )
 
 _MAGIC = b"QFI\xfb"
+#: Virtual size, entries of the first table, where it is, where the refcounts' is
+#: (docs/interop/qcow2.txt of QEMU).
+_HEADER = struct.Struct(">24xQ4xIQQ")
 
 
 class Qcow2Backend(FileBackend):
@@ -109,16 +112,17 @@ class Qcow2Backend(FileBackend):
             backing and FileSource(backing["path"], backing["format"]),
         )
 
-    def _virtual_size(self, fd: int, gen: Generation) -> int:
-        header = os.pread(fd, 32, 0)
-        if len(header) < 32 or header[:4] != _MAGIC:
-            raise exc.StorageError(
-                f"backend {self.name!r}: the file of generation {gen.id} is damaged: "
-                f"it has no qcow2 header",
-                generation=gen.id,
-            )
-        size: int = struct.unpack_from(">Q", header, 24)[0]
-        return size
+    def _virtual_size(self, fd: int, gen: Generation, path: str) -> int:
+        header = os.pread(fd, _HEADER.size, 0)
+        if len(header) < _HEADER.size or header[:4] != _MAGIC:
+            raise self._damaged(gen, path, "it has no qcow2 header")
+        size, entries, table, refcounts = _HEADER.unpack(header)
+        end = max(table + 8 * entries, refcounts + 8)
+        length = os.fstat(fd).st_size
+        if length < end:
+            what = f"it has {length} bytes, its tables end at {end}"
+            raise self._damaged(gen, path, what)
+        return int(size)
 
     def _grow(self, gen: Generation, path: str, size: int) -> None:
         self._qemu_img.resize(self._source(gen), size)

@@ -80,7 +80,7 @@ class RawBackend(FileBackend):
         )
         return Path.CONVERT
 
-    def _virtual_size(self, fd: int, gen: Generation) -> int:
+    def _virtual_size(self, fd: int, gen: Generation, path: str) -> int:
         return os.fstat(fd).st_size
 
     def _grow(self, gen: Generation, path: str, size: int) -> None:

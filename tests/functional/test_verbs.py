@@ -869,6 +869,114 @@ def test_a_backend_that_cannot_be_asked_is_refused_before_anything_is_touched(
     again.destroy(instance.id)
 
 
+def spoil(path: Path, how: str) -> None:
+    if how in ("link", "folder", "fifo"):
+        path.unlink()
+    match how:
+        case "garbage":
+            path.write_bytes(os.urandom(100_000))
+        case "cut":
+            os.truncate(path, 100)
+        case "end":
+            os.truncate(path, path.stat().st_size - 64 * 1024)
+        case "link":
+            path.symlink_to("/etc/passwd")
+        case "folder":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+
+
+@pytest.mark.parametrize("how", ["garbage", "cut", "end", "link", "folder", "fifo"])
+def test_a_damaged_disk_is_noticed_and_used_by_nobody(
+    host: HostUnderTest, manager: DiskManager, files_backend: str, how: str
+) -> None:
+    host.raw_image()
+    instance = host.instance()
+    data = DiskSpec(name="data", size=MiB, lifecycle=Lifecycle.PERSISTENT)
+    manager.create(instance, [data])
+    path = (
+        host.path / "instances" / by_name(manager, instance.id)["root"].handle["path"]
+    )
+    spoil(path, how)
+    (finding,) = [each for each in manager.audit() if each.severity is Severity.ERROR]
+    assert str(path) in finding.what
+    for verb in (
+        lambda: manager.connect(instance.id),
+        lambda: manager.resize(with_root(instance, 2)),
+        lambda: manager.resize(with_root(instance, 2), NoGuest()),
+        lambda: manager.update(with_root(instance, 2), [data]),
+        lambda: manager.snapshot(instance.id, UploadTarget("snapshot")),
+    ):
+        with pytest.raises((exc.IntegrityError, exc.ObjectExists), match=str(path)):
+            verb()
+        assert {disk.state for disk in manager.list()} == {DiskState.READY}
+        assert list(manager.recover()) == []
+
+
+@pytest.mark.parametrize("how", ["garbage", "cut", "link", "fifo"])
+@pytest.mark.parametrize("verb", ["destroy", "delete_disk", "rebuild", "update"])
+def test_a_damaged_disk_can_be_deleted_and_made_anew(
+    host: HostUnderTest,
+    manager: DiskManager,
+    files_backend: str,
+    how: str,
+    verb: str,
+) -> None:
+    host.raw_image()
+    instance = host.instance()
+    kept = verb == "delete_disk"
+    data = DiskSpec(
+        name="data",
+        size=MiB,
+        lifecycle=Lifecycle.PERSISTENT if kept else Lifecycle.EPHEMERAL,
+        shareable=not kept and files_backend == "raw",
+    )
+    root = host.instance(ephemeral_gb=1, id=instance.id)
+    manager.create(root, [data])
+    disks = by_name(manager, instance.id)
+    root_path, path = (
+        host.path / "instances" / disks[name].handle["path"]
+        for name in ("root", "data")
+    )
+    for each in (root_path, path):
+        spoil(each, how)
+    match verb:
+        case "destroy":
+            manager.destroy(instance.id)
+        case "delete_disk":
+            manager.destroy(instance.id)
+            manager.delete_disk(disks["data"].id)
+        case "rebuild":
+            manager.rebuild(root)
+        case "update":
+            manager.taint(instance.id)
+            manager.update(root, [])
+    assert not os.path.lexists(root_path)
+    if verb != "rebuild":
+        assert not os.path.lexists(path)
+        nothing_wrong(manager)
+    assert Path("/etc/passwd").stat().st_size > 0
+
+
+def test_a_folder_in_a_disks_place_is_left_to_a_person(
+    host: HostUnderTest, manager: DiskManager, files_backend: str
+) -> None:
+    host.raw_image()
+    instance = host.instance()
+    manager.create(instance)
+    path = host.path / "instances" / host.objects()[0]
+    spoil(path, "folder")
+    for verb in (manager.destroy, lambda _: manager.rebuild(instance)):
+        with pytest.raises(exc.ObjectExists, match="move it away") as caught:
+            verb(instance.id)
+        assert str(path) in caught.value.message
+        assert list(manager.recover()) == []
+    path.rmdir()
+    manager.destroy(instance.id)
+    nothing_wrong(manager)
+
+
 class NoGuest:
     """A running guest that nothing may be asked of."""
 
