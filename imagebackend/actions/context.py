@@ -133,6 +133,11 @@ class Context:
     def generation(self, row: GenerationRow) -> Generation:
         return row.generation(self.deployment_id)
 
+    def must_have_base(self, row: GenerationRow) -> None:
+        """:raises IntegrityError: the cache entry that it is based on is bad."""
+        if row.entry:
+            self.cache.must_have(row.entry)
+
     def image(self, image_id: str, project_id: str, auth: Any = None) -> ImageInfo:
         """What is known of an image; its virtual size too if it is in the cache.
 
@@ -270,6 +275,7 @@ class Context:
                 f"point in time is copied",
                 disk=disk_id,
             )
+        self.must_have_base(base)
         generation = self.generation(base)
         backend = self.backend(base)
         connection = backend.connect(
@@ -284,6 +290,7 @@ class Context:
 
     def connect(self, row: GenerationRow, attachment: AttachmentRow) -> Connection:
         """Connect for a committed attachment row; again gives fresh info."""
+        self.must_have_base(row)
 
         def record(handle: Handle) -> None:
             with self.store.writing() as tx:

@@ -353,18 +353,16 @@ def _audit_generation(ctx: Context, row: GenerationRow) -> Iterator[Finding]:
             row.reason or "is still to be purged",
             "run `imagebackend recover --apply`",
         )
-    if (
-        row.entry
-        and row.operation_id is None
-        and row.state is not GenerationState.DEBT
-        and ctx.cache.lookup(row.entry) is None
-    ):
-        yield Finding(
-            Severity.ERROR,
-            f"object {row.id} of {row.backend}",
-            f"needs image cache entry {row.entry}, which is not there or broken",
-            "restore the entry: the disk cannot be read without it",
-        )
+    if row.entry and row.operation_id is None and row.state is not GenerationState.DEBT:
+        try:
+            ctx.cache.must_have(row.entry)
+        except exc.IntegrityError as error:
+            yield Finding(
+                Severity.ERROR,
+                f"object {row.id} of {row.backend}",
+                f"needs image cache entry {row.entry}, but {error.message}",
+                "restore the entry: the disk cannot be read without it",
+            )
 
 
 def _audit_cache(ctx: Context) -> Iterator[Finding]:

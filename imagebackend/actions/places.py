@@ -71,10 +71,11 @@ def must_answer(ctx: Context, rows: Iterable[GenerationRow]) -> None:
 def must_be_whole(ctx: Context, rows: Iterable[GenerationRow]) -> None:
     """As :func:`must_answer`, for who is going to use what is in the objects.
 
-    :raises IntegrityError: one is damaged.
+    :raises IntegrityError: one is damaged, or what it is based on.
     """
     for row in rows:
         ctx.backend(row).stat(ctx.generation(row))
+        ctx.must_have_base(row)
 
 
 def lost(ctx: Context) -> Iterator[tuple[str, Finding]]:

@@ -174,6 +174,16 @@ class ImageCache:
             entry, self._path(entry, meta.file), meta.format, meta.virtual_size
         )
 
+    def must_have(self, entry: str) -> None:
+        """A look at what a disk is based on, which reads none of its bytes.
+
+        :raises IntegrityError: it is not there, or can be seen to be damaged.
+        """
+        meta = self._meta(entry)
+        if meta is None:
+            raise _damaged(entry, f"{self._path(entry, _META)} is not there")
+        self._looked_at(entry, meta)
+
     def prefetch(
         self,
         source: ImageSource,

@@ -18,13 +18,21 @@ from typing import Any
 
 import pytest
 
-from imagebackend import DiskManager
+from imagebackend import DiskManager, UploadTarget
 from imagebackend import exceptions as exc
 from imagebackend.backends.qcow2 import Qcow2Backend
 from imagebackend.host import Host
 from imagebackend.images.base import Readable
 from imagebackend.images.cache import CacheEntry, ImageCache
-from imagebackend.model import CachedImage, Finding, GiB, ImageInfo, MiB, Severity
+from imagebackend.model import (
+    CachedImage,
+    DiskState,
+    Finding,
+    GiB,
+    ImageInfo,
+    MiB,
+    Severity,
+)
 from tests import image_files as files
 from tests.conftest import HostUnderTest
 from tests.image_files import MemorySource
@@ -398,6 +406,41 @@ def test_create_fetches_a_damaged_entry_anew_unless_a_disk_is_based_on_it(
     assert [each.action for each in manager.prune()] == ["kept"]
     manager.destroy(first.id)
     manager.create(host.instance())
+
+
+@pytest.mark.parametrize("how", ["size", "gone"])
+def test_a_disk_without_its_base_is_used_by_nobody(
+    host: HostUnderTest, manager: DiskManager, how: str
+) -> None:
+    host.raw_image()
+    instance, other = host.instance(), host.instance()
+    manager.create(instance)
+    manager.create(other)
+    manager.connect(other.id)
+    (entry,) = manager.cache_entries()
+    base = Path(host.path, "cache", entry.entry, "base.raw")
+    good = base.read_bytes()
+    if how == "size":
+        os.truncate(base, 5)
+    else:
+        base.unlink()
+    target = UploadTarget("snapshot")
+    for verb in (
+        lambda: manager.connect(instance.id),
+        lambda: manager.libvirt_xml(other.id),
+        lambda: manager.snapshot(instance.id, target),
+        lambda: manager.resize(host.instance(root_gb=2, id=instance.id)),
+    ):
+        with pytest.raises(exc.IntegrityError, match=entry.entry):
+            verb()
+        assert {disk.state for disk in manager.list()} == {DiskState.READY}
+    errors = [each for each in manager.audit() if each.severity is Severity.ERROR]
+    assert len([each for each in errors if entry.entry in each.what]) == 3
+    base.write_bytes(good)
+    manager.connect(instance.id)
+    for each in (instance, other):
+        manager.disconnect(each.id)
+        manager.destroy(each.id)
 
 
 def test_a_disk_that_is_being_made_needs_an_entry_once_something_of_it_is_recorded(
