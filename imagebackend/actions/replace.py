@@ -410,9 +410,10 @@ def must_be_idle(
         return
     with ctx.store.reading() as rows:
         row = rows.generation(disk.generation_id)
+        attached = rows.attachments(disk.generation_id)
         attachments = [
             each
-            for each in rows.attachments(disk.generation_id)
+            for each in attached
             if each.instance_id == owner.instance_id and each.host_id != ctx.host.id
         ]
         names = [rows.host_name(each.host_id) for each in attachments]
@@ -425,6 +426,8 @@ def must_be_idle(
         )
     if row is None:
         return
+    # While this host is connected, a user is a guest that runs rather than a dead one.
+    patient = patient and not attached
     deadline = time.monotonic() + (ctx.backend(row).lingering if patient else 0)
     pause = 0.1
     # Asked for a shareable one as well: the storage must answer before all else.
