@@ -42,10 +42,10 @@ from imagebackend.model import (
 LOG = log.getLogger(__name__)
 
 _GROUP = options.GROUP.name
-#: On an image that a snapshot is being written to: which one, and whether the image
-#: was made for it.
+#: On an image that was made for a snapshot which is still being written: for which. An
+#: image of the caller's gets no mark: when an upload breaks, Glance itself puts it back
+#: as it was, and what we had changed meanwhile as well.
 _UPLOAD = "imagebackend_upload"
-_MADE = "imagebackend_made"
 #: What Glance says of every image; the rest are properties.
 _FIELDS = frozenset(
     (
@@ -58,8 +58,8 @@ _FIELDS = frozenset(
 )
 _PATCH = "application/openstack-images-v2.1-json-patch"
 _FIRST_LOOK, _LAST_LOOK = 0.2, 3.0
-#: Seconds in which Glance sees that an uploader is gone.
-_SAVING = 15.0
+#: Seconds in which Glance ends what it is at.
+_PATIENCE = 15.0
 _CHUNK = MiB
 _LOST = (
     requests.exceptions.RequestException,
@@ -312,20 +312,37 @@ class GlanceSource(ImageSource):
                 return True
 
             _wait(active, limit, f"image {into.image} is not active after {limit} s")
-            verify(self._image(into.image))
+            image = self._image(into.image)
+            try:
+                verify(image)
+            except exc.IntegrityError:
+                self._delete(into.image)
+                raise
         except BaseException:
             with contextlib.suppress(exc.ImageBackendError):
-                self._remove_half(into.image, token, whole=False)
+                self.discard(into, token)
             raise
-        self._settle(into.image)
+        self._unmark(image)
         return _info(self._image(into.image))
 
     def discard(self, into: UploadTarget, token: str) -> None:
         _check_id(into.image)
-        self._remove_half(into.image, token, whole=True)
+        try:
+            image = self._image(into.image)
+        except exc.ImageNotFound:
+            return
+        if image.get(_UPLOAD) == token:
+            if image["status"] == "active":
+                self._unmark(image)
+            else:
+                self._delete(into.image)
 
     def has(self, into: UploadTarget) -> bool:
+        def decided() -> bool:
+            return self._status(into.image) != "importing"
+
         try:
+            _wait(decided, _PATIENCE, f"Glance is still at image {into.image}")
             return self._status(into.image) == "active"
         except exc.ImageNotFound:
             return False
@@ -348,7 +365,6 @@ class GlanceSource(ImageSource):
                 **facts,
                 **into.properties,
                 _UPLOAD: token,
-                _MADE: "yes",
             }
             if into.owner:
                 body["owner"] = into.owner
@@ -360,7 +376,6 @@ class GlanceSource(ImageSource):
             for key, value in {**facts, **into.properties}.items()
             if not present.get(key)
         }
-        changes[_UPLOAD] = token
         declared = present.get("disk_format")
         if declared and declared != into.disk_format:
             raise exc.Conflict(
@@ -368,48 +383,22 @@ class GlanceSource(ImageSource):
                 f"{into.disk_format}",
                 image=into.image,
             )
-        self._patch(
-            into.image, [_add(key, value) for key, value in changes.items()], what
-        )
-
-    def _remove_half(self, image_id: str, token: str, *, whole: bool) -> None:
-        """Undo an upload of this token; one that is whole stays, if it may."""
-        try:
-            image = self._image(image_id)
-        except exc.ImageNotFound:
-            return
-        if image.get(_UPLOAD) != token:
-            return
-        if image["status"] == "saving" and not image.get(_MADE):
-            # Glance has yet to see that nobody sends any more; when it does, it puts
-            # the image back as it was then, with our marks.
-            late = f"Glance still waits for the rest of image {image_id}"
-            _wait(lambda: self._status(image_id) != "saving", _SAVING, late)
-            image = self._image(image_id)
-        active = image["status"] == "active"
-        if (active and not whole) or (not active and image.get(_MADE)):
-            self._ask(
-                self._client(),
-                "delete",
-                f"/images/{image_id}",
-                f"delete image {image_id}, which is not whole",
+        if changes:
+            self._patch(
+                into.image, [_add(key, value) for key, value in changes.items()], what
             )
-        else:
-            self._settle(image_id)
+
+    def _delete(self, image_id: str) -> None:
+        what = f"delete image {image_id}, which is not whole"
+        self._ask(self._client(), "delete", f"/images/{image_id}", what)
 
     def _status(self, image_id: str) -> str:
         return str(self._image(image_id)["status"])
 
-    def _settle(self, image_id: str) -> None:
-        """Take our marks off."""
-        image = self._image(image_id)
-        changes = [
-            {"op": "remove", "path": f"/{key}"}
-            for key in (_UPLOAD, _MADE)
-            if key in image
-        ]
-        if changes:
-            self._patch(image_id, changes, f"finish image {image_id}")
+    def _unmark(self, image: Mapping[str, Any]) -> None:
+        if _UPLOAD in image:
+            change = {"op": "remove", "path": f"/{_UPLOAD}"}
+            self._patch(image["id"], [change], f"finish image {image['id']}")
 
     def _patch(
         self, image_id: str, changes: Sequence[Mapping[str, Any]], what: str

@@ -554,8 +554,7 @@ def test_a_snapshot_that_fails_or_dies_leaves_no_image_behind(
     dying = target()
     child = os.fork()
     if child == 0:
-        monkeypatch.setattr(GlanceSource, "_settle", lambda *_: os._exit(9))
-        monkeypatch.setattr(GlanceSource, "_remove_half", lambda *_, **__: os._exit(9))
+        monkeypatch.setattr(GlanceSource, "discard", lambda *_: os._exit(9))
         try:
             host.manager().snapshot(
                 instance_id,
