@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import glob
 import importlib.metadata
 import inspect
 import itertools
@@ -81,7 +82,11 @@ class ImageBackendApp(app.App):
         conf = cfg.ConfigOpts()
         args = [f"--config-file={path}" for path in self.options.config_file]
         args += [f"--config-dir={path}" for path in self.options.config_dir]
-        conf(args, project=self.NAME, prog=self.NAME)
+        try:
+            conf(args, project=self.NAME, prog=self.NAME)
+        except UnicodeDecodeError as error:
+            where = _not_text(self.options.config_file, self.options.config_dir)
+            raise cfg.Error(f"{where} is not a text in UTF-8: {error}") from None
         return conf
 
     @functools.cached_property
@@ -289,6 +294,25 @@ def _message(error: Exception) -> str:
         f"internal error: {type(error).__name__}: {error}; please report it, with what "
         f"--debug prints"
     )
+
+
+def _not_text(files: Sequence[str], folders: Sequence[str]) -> str:
+    """The configuration file that cannot be decoded: oslo.config does not say which."""
+    from oslo_config import cfg
+
+    name = ImageBackendApp.NAME
+    files = files or cfg.find_config_files(name, name)
+    for folder in folders or cfg.find_config_dirs(name, name):
+        files = [*files, *sorted(glob.glob(os.path.join(folder, "*.conf")))]
+    for path in files:
+        try:
+            with open(path, encoding="utf-8") as file:
+                file.read()
+        except UnicodeDecodeError:
+            return str(path)
+        except OSError:
+            pass
+    return "a configuration file"
 
 
 def _discard(stream: TextIO) -> None:

@@ -420,5 +420,9 @@ class Xml(base.Command):
             self.manager.connect(instance_id)
         for element in self.manager.libvirt_xml(instance_id):
             lines = (output.escape(line) for line in element.splitlines())
-            self.app.stdout.write("\n".join(lines) + "\n")
+            text = "\n".join(lines) + "\n"
+            encoding = self.app.stdout.encoding or "utf-8"
+            # XML has its own way to write what an encoding has not.
+            text = text.encode(encoding, "xmlcharrefreplace").decode(encoding)
+            self.app.stdout.write(text)
         return 0

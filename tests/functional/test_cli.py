@@ -29,7 +29,7 @@ from tests.conftest import GiB, HostUnderTest, MiB
 COMMAND = [
     sys.executable,
     "-c",
-    "import sys; from imagebackend.cli.app import main; sys.exit(main())",
+    "import sys; from imagebackend.cli.entry import main; sys.exit(main())",
 ]
 INSTANCE = "5bd1c6c2-6c5c-4b0e-8c55-6b6f4d0d7a11"
 
@@ -125,6 +125,101 @@ def test_full_output_is_one_line(argv: list[str]) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == "imagebackend: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "0"])
+def test_a_stream_that_is_closed_hinders_nothing(
+    host: HostUnderTest, argv: list[str], closed: str
+) -> None:
+    host.raw_image()
+    command = [*argv, "disk", "create", INSTANCE, "--image", "raw-image"]
+    script = f'exec {closed}>&-; exec "$@"'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *command], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr + done.stdout
+    assert len(of_json(argv, "disk", "list")) == 1
+    assert run(argv, "audit").returncode == 0
+
+
+def test_an_encoding_that_lacks_a_letter_is_no_error(
+    host: HostUnderTest, tmp_path: Path
+) -> None:
+    folder = tmp_path / "é"
+    file = tmp_path / "é.conf"
+    file.write_text(f"[imagebackend]\nstate_path = {folder}\n", encoding="utf-8")
+    argv = [*COMMAND, "--config-file", str(file)]
+    create = ("disk", "create", INSTANCE, "--disk", "name=root,role=root,size=1M")
+    for command in (("config", "check"), create, ("disk", "xml", INSTANCE)):
+        done = subprocess.run(
+            [*argv, *command],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    assert f"{tmp_path}/&#233;/" in done.stdout
+
+
+def test_a_configuration_file_that_is_no_text_is_named(host: HostUnderTest) -> None:
+    host.config_file.write_bytes(b"[imagebackend]\nstate_path = \xff\n")
+    done = run([*COMMAND, "--config-file", str(host.config_file)], "disk", "list")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert str(host.config_file) in done.stderr and "UTF-8" in done.stderr
+    assert "internal" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_undoes_what_was_begun(
+    host: HostUnderTest, argv: list[str], name: str
+) -> None:
+    big_image(host)
+    process = subprocess.Popen(
+        [*argv, "disk", "create", INSTANCE, "--image", "big", "--root-gb", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    fetched = host.path / "cache" / "tmp"
+    while process.poll() is None and not list(fetched.glob("*")):
+        time.sleep(0.01)
+    number = getattr(signal, name)
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert process.returncode == 128 + number
+    assert said == "imagebackend: interrupted\n"
+    assert of_json(argv, "disk", "list") == [] and of_json(argv, "recover") == []
+    assert host.files() == [] and not list(fetched.glob("*"))
+
+
+def test_a_signal_at_any_moment_is_one_line(argv: list[str]) -> None:
+    """While modules are imported, and while the process ends, too."""
+    marker = "import sys; print('go', flush=True); "
+    command = [argv[0], argv[1], marker + argv[2], *argv[3:], "disk", "list"]
+    for step in range(24):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.03 + step / 40)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+        assert process.returncode in (0, 130), said
+        assert "Traceback" not in said
+        last = "interrupted" if process.returncode else "no disks are recorded"
+        assert said.endswith(f"{last}\n")
+
+
+def test_what_is_told_to_ignore_hangups_does(
+    host: HostUnderTest, argv: list[str]
+) -> None:
+    big_image(host)
+    process = subprocess.Popen(["nohup", *argv, "cache", "prefetch", "big"])
+    fetched = host.path / "cache" / "tmp"
+    while process.poll() is None and not list(fetched.glob("*")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait() == 0
 
 
 def test_progress_is_drawn_and_erased(host: HostUnderTest, argv: list[str]) -> None:
