@@ -43,7 +43,7 @@ from imagebackend.model import (
     UploadTarget,
 )
 from imagebackend.store.schema import REVISION
-from imagebackend.validation import check_id
+from imagebackend.validation import check_id, check_instance, check_target, spec_list
 
 T = TypeVar("T")
 
@@ -71,6 +71,13 @@ class DiskManager:
 
     def __init__(self, conf: cfg.ConfigOpts) -> None:
         _refuse_green_threads()
+        if not isinstance(conf, cfg.ConfigOpts):
+            # Not shown: who knows what secrets it has.
+            raise exc.InvalidValue(
+                "configuration",
+                type(conf).__name__,
+                "an object of class oslo_config.cfg.ConfigOpts",
+            )
         options.register(conf)
         options.check(conf)
         self._ctx = Context(conf)
@@ -108,7 +115,7 @@ class DiskManager:
 
         :raises RequestError, HostError: as ``create`` would.
         """
-        return create_action.plan(self._ctx, instance, disks, auth)
+        return create_action.plan(self._ctx, instance, spec_list(disks), auth)
 
     def create(
         self,
@@ -128,7 +135,11 @@ class DiskManager:
         :raises PlacementRefused, SizeRefused, ImageRejected, DiskInUse, NoSpace:
         """
         return self._verb(
-            create_action.create, instance, disks, auth=auth, progress=progress
+            create_action.create,
+            instance,
+            spec_list(disks),
+            auth=auth,
+            progress=progress,
         )
 
     def update(
@@ -146,8 +157,13 @@ class DiskManager:
         re-created; one that is only larger grows, keeping its data. After
         :meth:`taint` all ephemeral disks are re-created. The guest must be stopped.
         """
+        check_instance(instance)
         return self._verb(
-            replace_action.update, instance, disks, auth=auth, progress=progress
+            replace_action.update,
+            instance,
+            spec_list(disks),
+            auth=auth,
+            progress=progress,
         )
 
     def taint(self, instance_id: str) -> None:
@@ -164,6 +180,7 @@ class DiskManager:
         """Pristine ephemeral disks, the root disk from ``instance.image``; persistent
         and shareable disks stay as they are. Disk ids and serials stay. The guest
         must be stopped; the disks have to be connected again."""
+        check_instance(instance)
         return self._verb(
             replace_action.rebuild, instance, auth=auth, progress=progress
         )
@@ -193,6 +210,8 @@ class DiskManager:
         :param guest: the running guest; None: it is stopped.
         :raises SizeRefused: a disk would shrink. :raises Busy: the guest runs.
         """
+        check_instance(instance)
+        _check_guest(guest)
         return self._verb(
             resize_action.resize, instance, guest, auth=auth, progress=progress
         )
@@ -209,9 +228,12 @@ class DiskManager:
 
         :param guest: the running guest; None: it is stopped.
         """
+        check_id("instance id", instance_id)
+        check_target(into)
+        _check_guest(guest)
         return self._verb(
             snapshot_action.snapshot,
-            check_id("instance id", instance_id),
+            instance_id,
             into,
             guest,
             progress=progress,
@@ -342,6 +364,14 @@ class DiskManager:
                     inspect_action.recover_at_start(self._ctx)
                     self._started = True
         return action(self._ctx, *args, **kwargs)
+
+
+def _check_guest(guest: object) -> None:
+    """:raises InvalidValue: it cannot do what a running guest has to."""
+    if guest is not None and not isinstance(guest, GuestDisks):
+        raise exc.InvalidValue(
+            "guest", guest, "a running guest, as imagebackend.libvirt.guest.Guest"
+        )
 
 
 def _refuse_green_threads() -> None:

@@ -10,17 +10,27 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 import os
 import re
 import types
 import typing
 import unicodedata
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from imagebackend import exceptions as exc
-from imagebackend.model import DiskSpec, Flavor, GiB, Instance, KiB, MiB, Role
+from imagebackend.model import (
+    DiskSpec,
+    Flavor,
+    GiB,
+    Instance,
+    KiB,
+    MiB,
+    Role,
+    UploadTarget,
+)
 
 PREFIX = "imagebackend:"
 QUOTA_PREFIX = "quota:disk_"
@@ -59,7 +69,10 @@ def check_id(what: str, value: object) -> str:
     except ValueError:
         pass
     raise exc.InvalidValue(
-        what, value, "a uuid, as 8be4df61-93ca-11d2-aa0d-00e098032b8c"
+        what,
+        value,
+        "the text of a uuid, in lower case and with dashes, as "
+        "8be4df61-93ca-11d2-aa0d-00e098032b8c",
     )
 
 
@@ -87,6 +100,22 @@ def check_instance(instance: Instance) -> None:
                 number,
                 f"a whole number from 0 to {_MAX_SIZE // unit}",
             )
+
+
+def check_target(into: object) -> None:
+    """:raises InvalidValue: not where a snapshot can go."""
+    _check_types("target of the snapshot", into, UploadTarget)
+
+
+def spec_list(disks: object) -> list[DiskSpec]:
+    """The caller's specs, from anything that gives them one by one.
+
+    :raises InvalidValue: it gives none.
+    """
+    if not isinstance(disks, Iterable):
+        raise exc.InvalidValue("disks", disks, "a sequence of DiskSpec")
+    # One more than may be, so that too many are seen; there may be no end of them.
+    return list(itertools.islice(disks, _MAX_DISKS + 1))
 
 
 def _check_text(what: str, text: str, *, empty: bool = True) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from xml.etree import ElementTree as ET
 
 from oslo_config import cfg
@@ -28,6 +28,7 @@ _FIRST_LOOK = 0.01
 _LAST_LOOK = 0.5
 
 
+@runtime_checkable
 class GuestDisks(Protocol):
     """What an action needs of a running guest."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import uuid
@@ -14,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from imagebackend import DiskManager, UploadTarget, validation
 from imagebackend import exceptions as exc
-from imagebackend import validation
 from imagebackend.model import (
     DiskSpec,
     Flavor,
@@ -26,6 +27,7 @@ from imagebackend.model import (
     MiB,
     Role,
 )
+from tests.conftest import HostUnderTest
 
 ID = "8be4df61-93ca-11d2-aa0d-00e098032b8c"
 SPEC = DiskSpec(name="data", size=GiB, lifecycle=Lifecycle.PERSISTENT)
@@ -77,7 +79,7 @@ def test_an_id_is_a_uuid_in_one_spelling_only(value: Any) -> None:
     ],
 )
 def test_other_spellings_of_a_uuid_are_refused(value: Any) -> None:
-    with pytest.raises(exc.InvalidValue, match="must be a uuid"):
+    with pytest.raises(exc.InvalidValue, match="a uuid, in lower case"):
         validation.check_id("instance id", value)
 
 
@@ -368,6 +370,71 @@ def test_a_config_drive_is_a_file_within_its_limits(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_the_requests_fault(tmp_path: Path) -> None:
     with pytest.raises(exc.InvalidValue, match="readable"):
         validation.file_digest(str(tmp_path))
+
+
+# --- what is not even of the right kind ---------------------------------------------
+
+
+@pytest.mark.parametrize("odd", [None, 5, "text", {}, uuid.UUID(ID), object()])
+def test_the_manager_refuses_what_is_of_another_kind(
+    host: HostUnderTest, manager: DiskManager, odd: Any
+) -> None:
+    instance = host.instance(None)
+    manager.create(instance)
+    for verb in (
+        lambda: manager.plan(odd),
+        lambda: manager.create(odd),
+        lambda: manager.update(odd, []),
+        lambda: manager.rebuild(odd),
+        lambda: manager.resize(odd),
+        lambda: manager.snapshot(odd, UploadTarget("image")),
+        lambda: manager.snapshot(instance.id, odd),
+        lambda: manager.snapshot(instance.id, UploadTarget(odd, disk_format=odd)),
+        lambda: manager.snapshot(instance.id, UploadTarget("image", properties=5)),
+        lambda: DiskManager(odd),
+    ):
+        with pytest.raises(exc.InvalidValue):
+            verb()
+    if odd is not None:
+        for verb in (
+            lambda: manager.resize(instance, odd),
+            lambda: manager.snapshot(instance.id, UploadTarget("image"), odd),
+        ):
+            with pytest.raises(exc.InvalidValue, match="guest"):
+                verb()
+    if odd not in ("", {}):
+        for verb in (
+            lambda: manager.plan(instance, odd),
+            lambda: manager.create(instance, odd),
+            lambda: manager.update(instance, odd),
+        ):
+            with pytest.raises(exc.InvalidValue, match="disk"):
+                verb()
+    assert [disk.state for disk in manager.list()] == ["ready"]
+
+
+def test_disks_may_come_from_anything_that_gives_them(
+    host: HostUnderTest, manager: DiskManager
+) -> None:
+    instance = host.instance(None)
+    spec = DiskSpec(name="data", size=MiB, lifecycle=Lifecycle.PERSISTENT)
+    change = manager.create(instance, iter([spec]))  # type: ignore[arg-type]
+    assert [each.name for each in change.created] == ["root", "data"]
+    assert manager.create(instance, (spec,)).kept
+    with pytest.raises(exc.InvalidValue, match="number of disks"):
+        manager.update(instance, itertools.repeat(spec))  # type: ignore[arg-type]
+
+
+def test_a_secret_in_place_of_a_configuration_is_not_shown() -> None:
+    with pytest.raises(exc.InvalidValue) as caught:
+        DiskManager({"password": "geheim"})  # type: ignore[arg-type]
+    assert "geheim" not in caught.value.message
+
+
+@pytest.mark.parametrize("value", [ID.upper(), ID.replace("-", ""), uuid.UUID(ID)])
+def test_a_uuid_in_another_form_is_told_what_form_it_must_have(value: object) -> None:
+    with pytest.raises(exc.InvalidValue, match=r"text.*lower case and with dashes"):
+        validation.check_id("instance id", value)
 
 
 # --- anything at all ------------------------------------------------------------------
