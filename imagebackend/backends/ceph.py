@@ -341,6 +341,9 @@ class Cluster:
             return exc.ObjectExists(text, **values)
         if code in (errno.EBUSY, errno.ENOTEMPTY):
             return exc.Busy(text, **values)
+        if code == errno.EROFS:
+            # What librbd says when the owner of the exclusive lock keeps it.
+            return exc.Busy(f"{text}: another client has locked it", **values)
         if code in (errno.EPERM, errno.EACCES):
             return exc.ConfigError(f"{text}: {self._cap(pool, needs)}", **values)
         if code in (errno.ENOSPC, errno.EDQUOT):

@@ -20,9 +20,11 @@ import pytest
 
 from imagebackend import DiskManager, DiskSpec, Instance, Lifecycle
 from imagebackend import exceptions as exc
+from imagebackend.backends.base import Backend
 from imagebackend.images.file import FileSource
 from imagebackend.model import GiB, MiB, NetworkSource, Severity
 from imagebackend.model import Path as Way
+from imagebackend.testing.harness import Harness
 from tests.ceph import Ceph
 from tests.conftest import HostUnderTest
 
@@ -701,21 +703,47 @@ def test_many_threads_make_many_disks_on_one_connection(
     no_trouble(manager)
 
 
+def _backend(host: HostUnderTest) -> Backend:
+    """The driver alone."""
+    from imagebackend.backends.loader import Backends
+
+    return Backends(host.conf, lambda: "0123456789ab").get("rbd")
+
+
+class _Here(Harness):
+    def __init__(self, host: HostUnderTest, backend: Backend) -> None:
+        super().__init__(str(host.path))
+        self._backend = backend
+
+    def backend(self, deployment_id: str = "") -> Backend:
+        return self._backend
+
+
+def test_an_image_that_another_client_locked_is_not_grown_behind_its_back(
+    host: HostUnderTest, ceph: Ceph
+) -> None:
+    from imagebackend.testing import harness as h
+
+    backend = _backend(host)
+    disk = h.make(_Here(host, backend), backend)
+    image = f"{disk.handle['pool']}/{disk.handle['image']}"
+    locked = "i.lock_acquire(rbd.RBD_LOCK_MODE_EXCLUSIVE)"
+    with client(ceph, image, locked):
+        with pytest.raises(exc.Busy, match=rf"{image}.*another client has locked it"):
+            backend.resize(disk, 2 * GiB)
+        assert ceph.info(image)["size"] == GiB
+    assert backend.resize(disk, 2 * GiB) == 2 * GiB
+
+
 @pytest.mark.field("D4", "D5")
 def test_rounds_of_snapshots_leave_nothing_behind(
     host: HostUnderTest, ceph: Ceph
 ) -> None:
     from imagebackend.backends.base import FromSnapshot
-    from imagebackend.backends.ceph_rbd import RbdBackend
     from imagebackend.testing import harness as h
 
-    class Here(h.Harness):
-        def backend(self, deployment_id: str = "0123456789ab") -> RbdBackend:
-            return RbdBackend("rbd", host.conf, deployment_id)
-
-    host.manager().backends()  # registers the options
-    harness = Here(str(host.path))
-    backend = harness.backend()
+    backend = _backend(host)
+    harness = _Here(host, backend)
     disk = h.make(harness, backend)
     for number in range(6):
         snap = backend.snapshot(disk, f"round-{number}", h.Recorder())

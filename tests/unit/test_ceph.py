@@ -37,6 +37,7 @@ def raising(number: int) -> Callable[[], None]:
         (errno.EEXIST, exc.ObjectExists, "its own reason"),
         (errno.EBUSY, exc.Busy, "its own reason"),
         (errno.ENOTEMPTY, exc.Busy, "its own reason"),
+        (errno.EROFS, exc.Busy, "another client has locked it"),
         (errno.EPERM, exc.ConfigError, r"client\.me .*profile rbd-read-only pool=p"),
         (errno.EACCES, exc.ConfigError, r"client\.me .*profile rbd-read-only pool=p"),
         (errno.ENOSPC, exc.StorageFull, "full"),
