@@ -428,6 +428,8 @@ def test_running_guest_is_looked_up_by_uuid(
         def __init__(self, uuid: str) -> None:
             self.uuid = uuid
 
+        def backup(self) -> None: ...
+
         def frozen(self) -> nullcontext[None]:
             return nullcontext()
 

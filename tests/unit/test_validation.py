@@ -372,7 +372,7 @@ def test_a_file_that_cannot_be_read_is_the_requests_fault(tmp_path: Path) -> Non
         validation.file_digest(str(tmp_path))
 
 
-# --- what is not even of the right kind ---------------------------------------------
+# --- what is not even of the right kind -----------------------------------------------
 
 
 @pytest.mark.parametrize("odd", [None, 5, "text", {}, uuid.UUID(ID), object()])
