@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import errno
+import os
 import resource
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from imagebackend import exceptions as exc
+from imagebackend.local_files import nearest
 
 _inherited: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar(
     "imagebackend_inherited_fds", default=()
@@ -167,6 +169,9 @@ def space_error(error: OSError, path: str) -> exc.HostError:
         errno.EPERM: "this process may not do that",
     }
     reason = reasons.get(error.errno or 0, error.strerror or str(error))
+    found = nearest(path)
+    if error.errno in (errno.EEXIST, errno.ENOTDIR) and not os.path.isdir(found):
+        reason = f"{found} is not a folder"
     kind = (
         exc.NoSpace
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)

@@ -458,11 +458,11 @@ def _check_sums(instance: Instance, wanted: Iterable[Wanted]) -> None:
     if flavor is None:
         return
     limits = {
-        Role.EPHEMERAL: flavor.ephemeral_gb * GiB,
-        Role.SWAP: flavor.swap_mb * MiB,
+        Role.EPHEMERAL: (flavor.ephemeral_gb * GiB, "ephemeral_gb (--ephemeral-gb)"),
+        Role.SWAP: (flavor.swap_mb * MiB, "swap_mb (--swap-mb)"),
     }
     recipes = [each.recipe for each in wanted if each.recipe is not None]
-    for role, limit in limits.items():
+    for role, (limit, option) in limits.items():
         asked = sum(
             recipe.size
             for recipe in recipes
@@ -473,7 +473,8 @@ def _check_sums(instance: Instance, wanted: Iterable[Wanted]) -> None:
         if asked > limit:
             raise exc.SizeRefused(
                 f"instance {instance.id}: its {role} disks sum up to {asked} bytes, "
-                f"flavor {flavor.name!r} allows {limit}",
+                f"flavor {flavor.name!r} allows {limit}: it needs more {option}, "
+                f"or the disks are declared lifecycle=persistent",
                 size=asked,
                 limit=limit,
             )

@@ -370,7 +370,8 @@ def _named(hint: Any) -> str:
     if typing.get_origin(hint) is not None:
         return "a mapping of texts to texts"
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return "one of " + ", ".join(f"{hint.__name__}.{each.name}" for each in hint)
+        members = [each for each in hint if each is not Role.RESCUE]
+        return "one of " + ", ".join(f"{hint.__name__}.{each.name}" for each in members)
     kinds = {int: "a whole number", str: "text", bool: "true or false"}
     if hint is type(None):
         return "None"

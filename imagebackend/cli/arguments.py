@@ -78,7 +78,7 @@ DISK_KEYS: Mapping[str, Callable[[str], Any]] = {
 def disk_spec(text: str) -> DiskSpec:
     """``KEY=VALUE,...``; a comma in a value is doubled, as QEMU does."""
     from imagebackend import exceptions as exc
-    from imagebackend.model import DiskSpec, from_json
+    from imagebackend.model import DiskSpec, Role, from_json
 
     values: dict[str, Any] = {}
     # An argument of a process never contains a null character.
@@ -95,6 +95,11 @@ def disk_spec(text: str) -> DiskSpec:
         if key.replace("-", "_") in values:
             raise argparse.ArgumentTypeError(f"{text!r}: {key} is there twice")
         values[key.replace("-", "_")] = read(value) if equals else read("")
+    born = [str(role) for role in Role if role is not Role.RESCUE]
+    if values.get("role", born[0]) not in born:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: role must be one of {', '.join(born)}"
+        )
     try:
         return from_json(DiskSpec, values)
     except exc.InvalidValue as error:

@@ -257,7 +257,16 @@ class Show(base.ShowOne):
         from imagebackend import exceptions as exc
 
         if name is None:
-            return self.manager.disk(id_)
+            try:
+                return self.manager.disk(id_)
+            except exc.DiskNotFound:
+                names = ", ".join(disk.name for disk in self.manager.list(id_))
+                if not names:
+                    raise
+            raise exc.DiskNotFound(
+                f"{id_} is an instance: name one of its disks behind it, {names}",
+                instance=id_,
+            )
         disks = list(self.manager.list(id_))
         for disk in disks:
             if disk.name == name:
@@ -411,6 +420,8 @@ class Xml(base.Command):
         )
 
     def take_action(self, parsed_args: argparse.Namespace) -> int:
+        from imagebackend import exceptions as exc
+
         instance_id = parsed_args.instance
         if parsed_args.disconnect:
             self.manager.disconnect(instance_id)
@@ -418,7 +429,14 @@ class Xml(base.Command):
             return 0
         if not parsed_args.no_connect:
             self.manager.connect(instance_id)
-        for element in self.manager.libvirt_xml(instance_id):
+        elements = self.manager.libvirt_xml(instance_id)
+        if parsed_args.no_connect and not elements:
+            raise exc.Conflict(
+                f"no disk of instance {instance_id} is connected to this host: leave "
+                f"--no-connect out to connect them",
+                instance=instance_id,
+            )
+        for element in elements:
             lines = (output.escape(line) for line in element.splitlines())
             text = "\n".join(lines) + "\n"
             encoding = self.app.stdout.encoding or "utf-8"

@@ -229,8 +229,11 @@ class FileSource(ImageSource):
                 continue
             except OSError as error:
                 raise _unreadable(path, error) from error
-            if stat.S_ISREG(facts.st_mode):
-                found[format_] = facts
+            if not stat.S_ISREG(facts.st_mode):
+                raise exc.ImageRejected(
+                    f"{path} is not a regular file: an image has to be one", path=path
+                )
+            found[format_] = facts
         return found
 
     def _info(self, image_id: str, format_: str, facts: os.stat_result) -> ImageInfo:

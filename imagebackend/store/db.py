@@ -278,10 +278,7 @@ class Database:
     def _translate(self, error: sa_exc.DBAPIError) -> exc.ImageBackendError:
         reason = str(error.orig)
         if any(each in reason for each in ("malformed", "not a database", "decode")):
-            what = (
-                "is damaged: restore it from a backup; the disks are untouched, "
-                "`imagebackend audit` will list them"
-            )
+            what = "is damaged: restore it from a backup; the disks are untouched"
         elif _contended(error):
             return exc.StoreContended(
                 f"the store {self.name}: another transaction stood in the way "

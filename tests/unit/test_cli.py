@@ -7,6 +7,7 @@ import argparse
 import io
 import json
 import logging
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -714,6 +715,62 @@ def test_flavor_file_refused(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(argparse.ArgumentTypeError, match=r"flavor\.json"):
         arguments.flavor_file(str(file))
+
+
+# --- what a message says ------------------------------------------------------
+
+
+def test_an_instance_in_place_of_a_disk_is_told_its_disks(
+    instance: str, run: Run
+) -> None:
+    shown = run("disk", "show", instance)
+    assert shown.code == 1 and "is an instance" in shown.err
+    assert "root" in shown.err and "swap" in shown.err
+    assert "is not recorded" in run("disk", "show", str(uuid.uuid4())).err
+
+
+def test_xml_of_what_is_not_connected_is_an_error(instance: str, run: Run) -> None:
+    printed = run("disk", "xml", instance, "--no-connect")
+    assert printed.code == 1 and "--no-connect" in printed.err
+    assert run("disk", "xml", instance).code == 0
+    assert "<disk" in run("disk", "xml", instance, "--no-connect").out
+
+
+def test_a_disk_beside_the_flavor_is_told_what_it_needs(run: Run) -> None:
+    argv = ["disk", "create", str(uuid.uuid4()), "--root-gb", "1", "--disk"]
+    refused = run(*argv, "name=x,size=1M")
+    assert refused.code == 1
+    assert "--ephemeral-gb" in refused.err and "lifecycle=persistent" in refused.err
+    assert run(*argv, "name=x,size=1M,lifecycle=persistent").code == 0
+
+
+@pytest.mark.parametrize("role", ["rescue", "nonsense"])
+def test_no_role_is_offered_that_is_refused(run: Run, role: str) -> None:
+    refused = run("disk", "create", str(uuid.uuid4()), "--disk", f"size=1M,role={role}")
+    assert refused.code == 2
+    assert refused.err.endswith("must be one of root, ephemeral, swap, config\n")
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo"])
+def test_an_image_that_is_no_file_is_said_to_be_none(
+    host: HostUnderTest, run: Run, kind: str
+) -> None:
+    path = host.images / "odd.raw"
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    refused = run("disk", "create", str(uuid.uuid4()), "--image", "odd")
+    assert refused.code == 1
+    assert refused.err == (
+        f"imagebackend: {path} is not a regular file: an image has to be one\n"
+    )
+
+
+def test_a_file_in_place_of_the_state_path_is_named(
+    host: HostUnderTest, run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    host.config_file.write_text(f"[imagebackend]\nstate_path = {file}\n")
+    assert run("disk", "list").err.endswith(f": {file} is not a folder\n")
 
 
 # --- output and progress ------------------------------------------------------
