@@ -163,8 +163,16 @@ def nearest(path: str) -> str:
 def can_be_made(path: str) -> bool:
     """Whether this process may make the folder, or write into it."""
     found = nearest(path)
-    return os.path.isdir(found) and os.access(found, os.W_OK | os.X_OK)
+    return (
+        os.path.isdir(found)
+        and os.access(found, os.W_OK | os.X_OK)
+        # root may write everywhere, they say.
+        and file_system(found) not in _NOT_ON_DISK
+    )
 
+
+#: File systems of the kernel's own, where nobody can make a folder.
+_NOT_ON_DISK = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "securityfs"})
 
 #: File systems that several hosts may have mounted.
 NETWORK_FILE_SYSTEMS = frozenset(

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from imagebackend import conf as options
 from imagebackend import exceptions as exc
 from imagebackend import processes
 from imagebackend.actions import places
@@ -60,6 +62,7 @@ def _lost(ctx: Context) -> dict[str, list[Finding]]:
 
 def check(ctx: Context) -> Iterator[Finding]:
     """See :meth:`imagebackend.manager.DiskManager.check`."""
+    yield from _unknown_options(ctx)
     yield from _guarded("state path", lambda: _state_path(ctx))
     yield from _guarded("store", lambda: _store(ctx))
     yield from _guarded("defaults", lambda: _defaults(ctx))
@@ -90,6 +93,30 @@ def _guarded(subject: str, check: Callable[[], str]) -> Iterator[Finding]:
         yield Finding(Severity.ERROR, subject, str(error))
 
 
+def _unknown_options(ctx: Context) -> Iterator[Finding]:
+    """oslo.config ignores what nobody has declared, as a name with a typing error."""
+    known = options.names()
+    with contextlib.suppress(exc.ImageBackendError):
+        for name in ctx.backends.names:
+            with contextlib.suppress(exc.ImageBackendError):
+                known[name] = {options.backends.DRIVER.name} | {
+                    option.name for option in ctx.backends.driver(name).OPTIONS
+                }
+    for path, section, keys in options.sections(ctx.conf):
+        where = f"[{section}] of {path}"
+        if section in known:
+            for key in sorted(set(keys) - known[section]):
+                yield _unread(f"{where}: option {key}", key, known[section])
+        elif section.startswith(f"{options.host.GROUP.name}_"):
+            yield _unread(f"{where}: the group", section, known)
+
+
+def _unread(subject: str, name: str, known: Iterable[str]) -> Finding:
+    near = difflib.get_close_matches(name, known, 1)
+    advice = f"did you mean {near[0]}?" if near else "remove it"
+    return Finding(Severity.WARNING, subject, "is not known: nothing reads it", advice)
+
+
 def _state_path(ctx: Context) -> str:
     path = ctx.host.state_path
     if not can_be_made(path):
@@ -106,9 +133,12 @@ def _store(ctx: Context) -> str:
     if revision is None:
         return f"{database.name}: will be made at the first use"
     if revision != REVISION:
+        what = "upgrade imagebackend on this host"
+        if revision < REVISION:
+            what = "run `imagebackend db upgrade`"
         raise exc.StoreError(
             f"{database.name} has schema {revision}, this version works with "
-            f"{REVISION}: run `imagebackend db upgrade`, or upgrade imagebackend"
+            f"{REVISION}: {what}"
         )
     damage = database.damage()
     if damage:
@@ -144,6 +174,11 @@ def _cache(ctx: Context) -> str:
         raise exc.ConfigError(
             f"[imagebackend_images] cache_path is {path}: Nova's cleaner would delete "
             f"what it does not know; choose another folder"
+        )
+    if not can_be_made(path):
+        raise exc.ConfigError(
+            f"{nearest(path)} is no folder that can be written to: let this user write "
+            f"there, or set [imagebackend_images] cache_path"
         )
     return f"{path}: {ctx.cache.usage()} bytes"
 

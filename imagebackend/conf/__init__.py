@@ -7,7 +7,10 @@ configuration file without a clash; a backend's group is named by the operator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import glob
+import os
+from collections.abc import Iterator, Sequence
 
 from oslo_config import cfg
 
@@ -57,6 +60,32 @@ def check(conf: cfg.ConfigOpts) -> None:
     """Look at every value of the library's own groups. :raises ConfigError:"""
     for module in _MODULES:
         check_values(conf, module.GROUP.name, module.OPTIONS)
+
+
+def names() -> dict[str, set[str]]:
+    """The options of the library's own groups, as a file has them."""
+    known: dict[str, set[str]] = {}
+    for group, options in list_opts():
+        if group.name in GROUPS:
+            known.setdefault(group.name, set()).update(each.name for each in options)
+    return known
+
+
+def sections(conf: cfg.ConfigOpts) -> Iterator[tuple[str, str, list[str]]]:
+    """What the configuration files have: file, section, keys. oslo.config itself knows
+    only what it was told to read."""
+    files: list[str] = []
+    # Whoever has not called the object yet has no files.
+    with contextlib.suppress(cfg.Error):
+        files += conf.config_file
+        for folder in conf.config_dir:
+            files += sorted(glob.glob(os.path.join(folder, "*.conf")))
+    for path in files:
+        found: dict[str, dict[str, list[str]]] = {}
+        with contextlib.suppress(cfg.Error, OSError, ValueError):
+            cfg.ConfigParser(path, found).parse()
+        for section, values in found.items():
+            yield path, section, list(values)
 
 
 def list_opts() -> list[tuple[cfg.OptGroup, Sequence[cfg.Opt]]]:

@@ -192,6 +192,12 @@ class FileSource(ImageSource):
         try:
             names = sorted(os.listdir(self.folder))
         except FileNotFoundError:
+            if self.conf.imagebackend_images.folder:
+                raise exc.ConfigError(
+                    f"[imagebackend_images] folder {self.folder} is not there: make "
+                    f"it, or name the one that has the images",
+                    path=self.folder,
+                ) from None
             return
         except OSError as error:
             raise _unreadable(self.folder, error) from error

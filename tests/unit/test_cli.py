@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -771,6 +772,85 @@ def test_a_file_in_place_of_the_state_path_is_named(
     file.touch()
     host.config_file.write_text(f"[imagebackend]\nstate_path = {file}\n")
     assert run("disk", "list").err.endswith(f": {file} is not a folder\n")
+
+
+# --- config check -------------------------------------------------------------
+
+
+def problems(run: Run) -> dict[str, tuple[str, str]]:
+    found = run("config", "check", "-f", "json").json
+    return {
+        each["Subject"]: (each["Severity"], each["What"] + each["Advice"])
+        for each in found
+        if each["Severity"] != "ok"
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "option", "subject"),
+    [
+        ("imagebackend", "state_path", "state path"),
+        ("imagebackend_images", "folder", "image source"),
+        ("imagebackend_images", "cache_path", "image cache"),
+        ("qcow2", "instances_path", "qcow2"),
+    ],
+)
+@pytest.mark.parametrize("bad", ["/proc/nowhere", "/etc/passwd", "/etc/passwd/x"])
+def test_a_place_that_cannot_be_is_an_error(
+    host: HostUnderTest, run: Run, group: str, option: str, subject: str, bad: str
+) -> None:
+    before = problems(run)
+    with host.config_file.open("a") as file:
+        file.write(f"[{group}]\n{option} = {bad}\n")
+    found = problems(run)
+    assert subject not in before
+    severity, what = found[subject]
+    assert severity == "error" and ("/proc" in what or "/etc/passwd" in what)
+
+
+def test_what_nothing_reads_is_a_warning(host: HostUnderTest, run: Run) -> None:
+    before = problems(run)
+    with host.config_file.open("a") as file:
+        file.write(
+            "enabled_backend = qcow2\n"
+            "[imagebackend_image]\nfolder = /x\n"
+            "[imagebackend_store]\nbusy_timeout = 5\n"
+            "[qcow2]\ndriver = qcow2\ninstancs_path = /x\npreallocate = false\n"
+            "[somebody_else]\nx = y\n"
+        )
+    found = {
+        subject: what
+        for subject, what in problems(run).items()
+        if subject not in before
+    }
+    path = host.config_file
+    assert found == {
+        f"[imagebackend] of {path}: option enabled_backend": (
+            "warning",
+            "is not known: nothing reads itdid you mean enabled_backends?",
+        ),
+        f"[imagebackend_image] of {path}: the group": (
+            "warning",
+            "is not known: nothing reads itdid you mean imagebackend_images?",
+        ),
+        f"[qcow2] of {path}: option instancs_path": (
+            "warning",
+            "is not known: nothing reads itdid you mean instances_path?",
+        ),
+    }
+    assert run("config", "check").code == 0
+
+
+def test_a_newer_store_needs_a_newer_version(
+    host: HostUnderTest, instance: str, run: Run
+) -> None:
+    store = host.path / "store" / "imagebackend.sqlite"
+    with sqlite3.connect(store) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    _, what = problems(run)["store"]
+    assert "upgrade imagebackend" in what and "db upgrade" not in what
+    store.write_bytes(b"no database" * 1000)
+    assert "audit" not in run("disk", "list").err
 
 
 # --- output and progress ------------------------------------------------------

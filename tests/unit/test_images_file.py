@@ -100,6 +100,14 @@ def test_image_that_is_not_there_is_told_with_the_name_it_would_have(
     host.set("folder", str(host.path / "no-such-folder"), "imagebackend_images")
     with pytest.raises(exc.ImageNotFound):
         source.get("none")
+    with pytest.raises(exc.ConfigError, match="no-such-folder"):
+        list(source.list())
+
+
+def test_a_host_without_images_has_none(
+    host: HostUnderTest, source: FileSource
+) -> None:
+    host.images.rmdir()
     assert list(source.list()) == []
 
 
