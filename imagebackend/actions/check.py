@@ -24,9 +24,7 @@ def backends(ctx: Context) -> Sequence[BackendStatus]:
     """See :meth:`imagebackend.manager.DiskManager.backends`."""
     found = []
     lost = _lost(ctx)
-    # Nothing is made here, so there may be no store to have the deployment's id, which
-    # no check needs.
-    backends = Backends(ctx.conf, lambda: "")
+    backends = _without_store(ctx)
     for name in ctx.backends.names:
         findings: Sequence[Finding]
         try:
@@ -50,6 +48,12 @@ def backends(ctx: Context) -> Sequence[BackendStatus]:
     return found
 
 
+def _without_store(ctx: Context) -> Backends:
+    """Nothing is made here, so there may be no store to have the deployment's id, which
+    no check needs."""
+    return Backends(ctx.conf, lambda: "")
+
+
 def _lost(ctx: Context) -> dict[str, list[Finding]]:
     """By backend; nothing without a store, whose own check says what is wrong."""
     found: dict[str, list[Finding]] = {}
@@ -69,6 +73,9 @@ def check(ctx: Context) -> Iterator[Finding]:
     if any(True for _ in _guarded("backends", lambda: _names(ctx))):
         for status in backends(ctx):
             yield from status.findings
+        # The store's own check says what is wrong with it.
+        with contextlib.suppress(exc.ImageBackendError):
+            yield from places.forgotten(ctx, _without_store(ctx))
     yield from _guarded("image source", lambda: _source(ctx))
     yield from _guarded("image cache", lambda: _cache(ctx))
     yield from _guarded("disk XML", lambda: _cache_modes(ctx))

@@ -105,6 +105,7 @@ def audit(ctx: Context) -> Iterator[Finding]:
         yield from _audit_operation(ctx, operation)
     for _, finding in places.lost(ctx):
         yield finding
+    yield from places.forgotten(ctx, ctx.backends)
     storages: set[str] = set()
     for name in ctx.backends.names:
         yield from _audit_storage(ctx, name, storages)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from imagebackend import exceptions as exc
 from imagebackend.actions.context import Context
+from imagebackend.backends.loader import Backends
 from imagebackend.model import (
     Finding,
     ImageInfo,
@@ -97,6 +98,34 @@ def lost(ctx: Context) -> Iterator[tuple[str, Finding]]:
             )
         except exc.ImageBackendError:
             pass  # it answers: what is wrong with one disk says nothing of the others
+
+
+def forgotten(ctx: Context, backends: Backends) -> Iterator[Finding]:
+    """A store without any disk, beside objects of other stores: one of them may have
+    been this host's, and be lost.
+
+    :param backends: ours, or some that need no store.
+    """
+    revision = ctx.store.database.revision()
+    if revision is not None and next(ctx.store.generation_pages(), None) is not None:
+        return
+    mine = "" if revision is None else ctx.deployment_id
+    said = {mine}
+    for name in backends.names:
+        # What is wrong with it is told elsewhere.
+        with contextlib.suppress(exc.ImageBackendError):
+            found = {each.marker for each in backends.get(name).scan()}
+            others = {each.deployment_id for each in found if each} - said
+            if others:
+                said |= others
+                yield Finding(
+                    Severity.WARNING,
+                    f"backend {name}",
+                    f"has objects of deployment {', '.join(sorted(others))}, and the "
+                    f"store has no disk at all",
+                    "if no other host made them, this host's store was lost: restore "
+                    "it from a backup",
+                )
 
 
 def _recorded(ctx: Context, placement: Placement) -> list[GenerationRow]:

@@ -1091,6 +1091,28 @@ def test_a_backend_whose_driver_was_changed_refuses_its_disks(
     assert not path.exists()
 
 
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_a_store_that_was_lost_is_noticed(
+    host: HostUnderTest, manager: DiskManager, files_backend: str, how: str
+) -> None:
+    host.raw_image()
+    instance = host.instance()
+    manager.create(instance)
+    nothing_wrong(manager)
+    deployment = by_name(manager, instance.id)["root"].handle["path"].rpartition(".")[2]
+    manager.close()
+    for path in (host.path / "store").iterdir():
+        path.unlink()
+    if how == "empty":
+        (host.path / "store" / "imagebackend.sqlite").touch()
+    later = host.manager()
+    for findings in (later.check(), later.audit(), later.check()):
+        (told,) = [each for each in findings if "store has no disk" in each.what]
+        assert told.severity is Severity.WARNING and deployment in told.what
+    later.create(instance)
+    assert not [each for each in later.audit() if each.severity is not Severity.OK]
+
+
 def test_another_folder_may_be_new(host: HostUnderTest, manager: DiskManager) -> None:
     host.raw_image()
     manager.create(host.instance())
