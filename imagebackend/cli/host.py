@@ -43,7 +43,7 @@ class Audit(base.FindingLister):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--all", action="store_true", help="print what is in order as well"
+            "--all", action="store_true", help="print what is left alone as well"
         )
 
     def findings(self, parsed_args: argparse.Namespace) -> Iterable[Finding]:
