@@ -173,7 +173,7 @@ ARROWS = {
     "exceptions": set(),
     "model": {"exceptions"},
     "conf": {"exceptions"},
-    "processes": {"exceptions"},
+    "processes": {"exceptions", "local_files"},
     "local_files": {"exceptions", "model"},
     "host": {"exceptions", "model", "processes", "local_files"},
     "validation": {"exceptions", "model"},
@@ -191,7 +191,7 @@ ARROWS = {
     "selection": {"exceptions", "model", "backends", "validation", "specs"},
     "actions": {
         *("exceptions", "model", "processes", "host", "qemu_img", "images", "backends"),
-        "local_files",
+        *("conf", "local_files"),
         *("libvirt", "store", "selection", "validation"),
     },
     "manager": {
