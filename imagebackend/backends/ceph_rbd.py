@@ -657,9 +657,18 @@ class RbdBackend(Backend):
         try:
             with self._cluster.image(pool, name, read_only=True) as image:
                 users = [f"client {each}" for each in image.watchers()]
-                return Stat(image.do("size", needs=READ), used_by=tuple(users))
+                size = image.do("size", needs=READ)
         except exc.ObjectMissing:
             return None
+        if size < gen.size:
+            raise exc.IntegrityError(
+                f"backend {self.name!r}: the disk's image {pool}/{name} is damaged: it "
+                f"has {size} bytes, recorded are {gen.size}",
+                backend=self.name,
+                generation=gen.id,
+                used_by=users,
+            )
+        return Stat(size, used_by=tuple(users))
 
     def scan(self) -> Iterator[Found]:
         for pool in self._pools:

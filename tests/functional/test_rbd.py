@@ -385,6 +385,25 @@ def test_an_image_of_ours_that_somebody_took_away_is_missed_by_name(
         manager.resize(dataclasses.replace(instance, flavor=larger))
 
 
+def test_an_image_that_somebody_shrank_is_not_used_and_can_be_deleted(
+    host: HostUnderTest, ceph: Ceph
+) -> None:
+    host.raw_image()
+    manager = host.manager()
+    instance = host.instance()
+    manager.create(instance)
+    disk = image_of(manager, instance.id)
+    ceph.rbd("resize", disk, "--size", "10M", "--allow-shrink")
+    damaged = rf"{disk} is damaged: it has {10 * MiB} bytes, recorded are {GiB}"
+    with pytest.raises(exc.IntegrityError, match=damaged):
+        manager.connect(instance.id)
+    with pytest.raises(exc.IntegrityError, match=damaged):
+        VERBS["resize"](manager, instance)
+    assert any("is damaged" in each.what for each in manager.audit())
+    manager.destroy(instance.id)
+    assert ceph.images() == []
+
+
 def test_a_pool_that_the_name_no_longer_leads_to_concerns_its_disks_alone(
     host: HostUnderTest, ceph: Ceph
 ) -> None:
