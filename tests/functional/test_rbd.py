@@ -72,6 +72,24 @@ def image_of(manager: DiskManager, instance_id: str, name: str = "root") -> str:
     return f"{handle['pool']}/{handle['image']}"
 
 
+@dataclasses.dataclass
+class Made:
+    """A manager, an instance whose root disk it made, and the image that it is in."""
+
+    manager: DiskManager
+    instance: Instance
+    image: str
+
+
+@pytest.fixture
+def made(host: HostUnderTest) -> Made:
+    host.raw_image()
+    manager = host.manager()
+    instance = host.instance()
+    manager.create(instance)
+    return Made(manager, instance, image_of(manager, instance.id))
+
+
 # --- clones -----------------------------------------------------------------------
 
 
@@ -225,12 +243,9 @@ def client(ceph: Ceph, image: str, code: str = "") -> Iterator[subprocess.Popen[
 
 @pytest.mark.field("D1")
 def test_a_disk_whose_client_was_killed_is_deleted_after_its_watch_ran_out(
-    host: HostUnderTest, ceph: Ceph
+    made: Made, ceph: Ceph
 ) -> None:
-    host.raw_image()
-    manager = host.manager()
-    instance = host.instance()
-    manager.create(instance)
+    manager, instance = made.manager, made.instance
     with client(ceph, image_of(manager, instance.id)) as process:
         process.kill()
         process.wait()
@@ -239,14 +254,11 @@ def test_a_disk_whose_client_was_killed_is_deleted_after_its_watch_ran_out(
 
 
 def test_a_disk_that_a_client_has_open_is_kept_and_the_client_named(
-    host: HostUnderTest, ceph: Ceph
+    host: HostUnderTest, ceph: Ceph, made: Made
 ) -> None:
     option(host, "delete_timeout", 1)
-    host.raw_image()
-    manager = host.manager()
-    instance = host.instance()
-    manager.create(instance)
-    disk = image_of(manager, instance.id)
+    manager, instance = made.manager, made.instance
+    disk = made.image
     with client(ceph, disk):
         with pytest.raises(exc.Busy, match=r"in use by client 127\.0\.0\.1"):
             manager.destroy(instance.id)
@@ -257,13 +269,10 @@ def test_a_disk_that_a_client_has_open_is_kept_and_the_client_named(
 
 @pytest.mark.field("D2", "D3")
 def test_a_disk_with_clones_of_others_is_a_debt_and_collected_later(
-    host: HostUnderTest, ceph: Ceph
+    made: Made, ceph: Ceph
 ) -> None:
-    host.raw_image()
-    manager = host.manager()
-    instance = host.instance()
-    manager.create(instance)
-    disk = image_of(manager, instance.id)
+    manager, instance = made.manager, made.instance
+    disk = made.image
     ceph.rbd("snap", "create", f"{disk}@imagebackend-left")
     ceph.rbd("clone", f"{disk}@imagebackend-left", "vms2/theirs")
     manager.destroy(instance.id)
@@ -299,14 +308,9 @@ def test_a_disk_with_clones_of_ours_goes_and_they_keep_their_bytes(
     assert ceph.content(clone, MiB) == data
 
 
-def test_a_snapshot_that_is_not_ours_keeps_the_disk(
-    host: HostUnderTest, ceph: Ceph
-) -> None:
-    host.raw_image()
-    manager = host.manager()
-    instance = host.instance()
-    manager.create(instance)
-    disk = image_of(manager, instance.id)
+def test_a_snapshot_that_is_not_ours_keeps_the_disk(made: Made, ceph: Ceph) -> None:
+    manager, instance = made.manager, made.instance
+    disk = made.image
     ceph.rbd("snap", "create", f"{disk}@backup-monday")
     with pytest.raises(exc.Busy, match="backup-monday"):
         manager.destroy(instance.id)
@@ -363,13 +367,10 @@ def test_what_others_have_in_the_pool_and_its_trash_is_left_alone(
 
 @pytest.mark.parametrize("how", ["removed", "renamed", "trashed"])
 def test_an_image_of_ours_that_somebody_took_away_is_missed_by_name(
-    host: HostUnderTest, ceph: Ceph, how: str
+    made: Made, ceph: Ceph, how: str
 ) -> None:
-    host.raw_image()
-    manager = host.manager()
-    instance = host.instance()
-    manager.create(instance)
-    disk = image_of(manager, instance.id)
+    manager, instance = made.manager, made.instance
+    disk = made.image
     {
         "removed": lambda: ceph.rbd("rm", disk),
         "renamed": lambda: ceph.rbd("mv", disk, "vms/other-name"),
@@ -386,13 +387,10 @@ def test_an_image_of_ours_that_somebody_took_away_is_missed_by_name(
 
 
 def test_an_image_that_somebody_shrank_is_not_used_and_can_be_deleted(
-    host: HostUnderTest, ceph: Ceph
+    made: Made, ceph: Ceph
 ) -> None:
-    host.raw_image()
-    manager = host.manager()
-    instance = host.instance()
-    manager.create(instance)
-    disk = image_of(manager, instance.id)
+    manager, instance = made.manager, made.instance
+    disk = made.image
     ceph.rbd("resize", disk, "--size", "10M", "--allow-shrink")
     damaged = rf"{disk} is damaged: it has {10 * MiB} bytes, recorded are {GiB}"
     with pytest.raises(exc.IntegrityError, match=damaged):
@@ -405,12 +403,9 @@ def test_an_image_that_somebody_shrank_is_not_used_and_can_be_deleted(
 
 
 def test_a_pool_that_the_name_no_longer_leads_to_concerns_its_disks_alone(
-    host: HostUnderTest, ceph: Ceph
+    made: Made, ceph: Ceph, host: HostUnderTest
 ) -> None:
-    host.raw_image()
-    manager = host.manager()
-    instance = host.instance()
-    manager.create(instance)
+    manager, instance = made.manager, made.instance
     manager.close()
     row = f"ceph:{uuid.uuid4()}/vms"
     _sql(host, f"UPDATE generations SET scope = '{row}'")
@@ -627,13 +622,11 @@ def _larger(instance: Instance) -> Instance:
 @pytest.mark.usefixtures("_bed")
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_osd_that_stops_in_a_verb_ends_it_in_time_and_it_is_settled_later(
-    host: HostUnderTest, ceph: Ceph, verb: str
+    host: HostUnderTest, ceph: Ceph, verb: str, made: Made
 ) -> None:
     option(host, "operation_timeout", 2)
-    host.raw_image()
-    manager = host.manager()
-    instance = host.instance()
-    manager.create(instance)
+    manager, instance = made.manager, made.instance
+    manager.close()  # the next connection has the new option
     with stopped("ceph-osd") as go_on:
         with pytest.raises(exc.StorageUnavailable, match="OSDs up"):
             VERBS[verb](manager, instance)
@@ -738,20 +731,26 @@ class _Here(Harness):
         return self._backend
 
 
-def test_an_image_that_another_client_locked_is_not_grown_behind_its_back(
-    host: HostUnderTest, ceph: Ceph
+@pytest.mark.field("D13")
+@pytest.mark.parametrize("alive", [True, False], ids=["alive", "hung"])
+def test_an_image_that_another_client_has_locked_is_grown_and_kept_whole(
+    host: HostUnderTest, ceph: Ceph, alive: bool
 ) -> None:
+    """The owner of the lock grows it for us; one that hangs is cut off first."""
     from imagebackend.testing import harness as h
 
     backend = _backend(host)
     disk = h.make(_Here(host, backend), backend)
     image = f"{disk.handle['pool']}/{disk.handle['image']}"
     locked = "i.lock_acquire(rbd.RBD_LOCK_MODE_EXCLUSIVE)"
-    with client(ceph, image, locked):
-        with pytest.raises(exc.Busy, match=rf"{image}.*another client has locked it"):
-            backend.resize(disk, 2 * GiB)
-        assert ceph.info(image)["size"] == GiB
-    assert backend.resize(disk, 2 * GiB) == 2 * GiB
+    with client(ceph, image, locked) as process:
+        if not alive:
+            process.send_signal(signal.SIGSTOP)
+        assert backend.resize(disk, 2 * GiB) == 2 * GiB
+        assert ceph.info(image)["size"] == 2 * GiB
+        if not alive:
+            process.kill()
+    assert ceph.content(image, 1) == b"x"
 
 
 @pytest.mark.field("D4", "D5")
