@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from imagebackend import exceptions as exc
-from imagebackend.local_files import nearest
 
 _inherited: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar(
     "imagebackend_inherited_fds", default=()
@@ -169,7 +168,9 @@ def space_error(error: OSError, path: str) -> exc.HostError:
         errno.EPERM: "this process may not do that",
     }
     reason = reasons.get(error.errno or 0, error.strerror or str(error))
-    found = nearest(path)
+    found = os.path.abspath(path)
+    while not os.path.lexists(found):
+        found = os.path.dirname(found)
     if error.errno in (errno.EEXIST, errno.ENOTDIR) and not os.path.isdir(found):
         reason = f"{found} is not a folder"
     kind = (

@@ -173,7 +173,7 @@ ARROWS = {
     "exceptions": set(),
     "model": {"exceptions"},
     "conf": {"exceptions"},
-    "processes": {"exceptions", "local_files"},
+    "processes": {"exceptions"},
     "local_files": {"exceptions", "model"},
     "host": {"exceptions", "model", "processes", "local_files"},
     "validation": {"exceptions", "model"},
