@@ -102,7 +102,7 @@ def _guarded(subject: str, check: Callable[[], str]) -> Iterator[Finding]:
 
 def _unknown_options(ctx: Context) -> Iterator[Finding]:
     """oslo.config ignores what nobody has declared, as a name with a typing error."""
-    known = options.names()
+    known = options.names(ctx.conf)
     with contextlib.suppress(exc.ImageBackendError):
         for name in ctx.backends.names:
             with contextlib.suppress(exc.ImageBackendError):

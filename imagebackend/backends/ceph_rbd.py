@@ -430,19 +430,25 @@ class RbdBackend(Backend):
             "disk": gen.disk_id,
             "path": str(path),
         }
-        with self._cluster.image(pool, name) as image:
-            if path is Path.CLONE:
-                size = image.do("size")
-                if size > gen.size:
-                    raise exc.SizeRefused(
-                        f"backend {self.name!r}: the image has {size} bytes, more "
-                        f"than the disk's {gen.size}",
-                        size=gen.size,
-                        needed=size,
-                    )
-                if size < gen.size:
-                    image.do("resize", gen.size)
-            image.do("metadata_set", _MARK, json.dumps(mark, sort_keys=True))
+        ioctx = self._cluster.ioctx(pool)
+
+        def finish() -> None:
+            with rbd.Image(ioctx, name) as image:
+                if path is Path.CLONE:
+                    size = image.size()
+                    if size > gen.size:
+                        raise exc.SizeRefused(
+                            f"backend {self.name!r}: the image has {size} bytes, more "
+                            f"than the disk's {gen.size}",
+                            size=gen.size,
+                            needed=size,
+                        )
+                    if size < gen.size:
+                        image.resize(gen.size)
+                image.metadata_set(_MARK, json.dumps(mark, sort_keys=True))
+
+        # One call: with many creates at once, each change of threads counts.
+        self._cluster.call(f"finish image {pool}/{name}", finish, pool=pool)
 
     # --- delete ----------------------------------------------------------------
 

@@ -62,12 +62,13 @@ def check(conf: cfg.ConfigOpts) -> None:
         check_values(conf, module.GROUP.name, module.OPTIONS)
 
 
-def names() -> dict[str, set[str]]:
+def names(conf: cfg.ConfigOpts) -> dict[str, set[str]]:
     """The options of the library's own groups, as a file has them."""
     known: dict[str, set[str]] = {}
     for group, options in list_opts():
         if group.name in GROUPS:
             known.setdefault(group.name, set()).update(each.name for each in options)
+    known[glance.GROUP.name] |= glance.keystone_names(conf)
     return known
 
 

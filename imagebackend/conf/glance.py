@@ -7,6 +7,7 @@ they need its library, so they are registered only where the source is used.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from oslo_config import cfg
@@ -59,6 +60,24 @@ def keystone_options() -> Sequence[cfg.Opt]:
 def list_opts() -> list[tuple[cfg.OptGroup, Sequence[cfg.Opt]]]:
     """For oslo-config-generator and the documentation: keystoneauth's part."""
     return [(GROUP, keystone_options())]
+
+
+def keystone_names(conf: cfg.ConfigOpts) -> set[str]:
+    """Names of keystoneauth's options in a file, with those of the plugin that the
+    file chooses; empty where its library is not installed."""
+    try:
+        from keystoneauth1 import exceptions, loading
+    except ImportError:
+        return set()
+    options = list(keystone_options())
+    register_keystone(conf)
+    plugin = conf[GROUP.name].auth_type
+    if plugin:
+        with contextlib.suppress(exceptions.ClientException):
+            options += loading.get_auth_plugin_conf_options(plugin)
+    found = {option.name for option in options}
+    # A file may have either spelling.
+    return found | {name.replace("-", "_") for name in found}
 
 
 def register_keystone(conf: cfg.ConfigOpts) -> None:

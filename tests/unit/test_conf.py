@@ -199,3 +199,23 @@ def test_a_file_where_a_folder_should_be_is_found_by_the_check(
     }
     assert "file is no folder" in found["state path"]
     assert "file is no folder" in found["qcow2"]
+
+
+def test_keystones_options_are_known_and_a_misspelt_one_is_not(
+    host: HostUnderTest,
+) -> None:
+    with open(host.conf.config_file[0], "a") as file:
+        file.write(
+            "[imagebackend_glance]\nauth_type = password\nauth_url = http://x\n"
+            "username = me\npassword = secret\nproject_name = service\n"
+            "user_domain_name = Default\nproject-domain-name = Default\n"
+            "region_name = one\nvalid_interfaces = internal\ncafile = /x\n"
+            "usrname = me\n"
+        )
+    host.conf.reload_config_files()
+    unknown = [
+        each.subject
+        for each in host.manager().check()
+        if "nothing reads it" in each.what
+    ]
+    assert len(unknown) == 1 and unknown[0].endswith("option usrname")
