@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 
 from imagebackend import exceptions as exc
@@ -150,6 +151,22 @@ def data_ranges(fd: int) -> Iterator[tuple[int, int]]:
             raise
         position = min(os.lseek(fd, start, os.SEEK_HOLE), end)
         yield start, position
+
+
+def replace_text(path: str, text: str) -> None:
+    """The file has this text, for its owner alone; whoever reads it meanwhile sees the
+    old one or the new one, whole. It need not outlive a power cut."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if file.read() == text:
+                return
+    except (FileNotFoundError, UnicodeDecodeError):
+        pass
+    part = f"{path}.{os.getpid()}.{threading.get_ident()}"
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(part, path)
 
 
 def nearest(path: str) -> str:

@@ -192,6 +192,11 @@ class QemuImg:
                 f"disk open: {reason}",
                 reason=reason,
             )
+        if "timed out" in reason:
+            return exc.StorageUnavailable(
+                f"qemu-img {argv[0]}: the storage does not answer: {reason}",
+                reason=reason,
+            )
         if "No space left" in reason or "Read-only file system" in reason:
             return exc.NoSpace(f"qemu-img {argv[0]}: {reason}", reason=reason)
         return exc.StorageError(

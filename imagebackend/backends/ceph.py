@@ -30,6 +30,8 @@ import rbd
 from oslo_log import log
 
 from imagebackend import exceptions as exc
+from imagebackend import processes
+from imagebackend.local_files import replace_text
 from imagebackend.model import NetworkHost, NetworkSource, Secret
 
 LOG = log.getLogger(__name__)
@@ -51,6 +53,7 @@ class Cluster:
     :param user: without ``client.``
     :param connect_timeout: seconds. :param operation_timeout: seconds that a call may
         take, or stay without progress.
+    :param folder: of ours, for the configuration that QEMU's tools get.
     """
 
     def __init__(
@@ -60,11 +63,13 @@ class Cluster:
         user: str,
         connect_timeout: int,
         operation_timeout: int,
+        folder: str,
     ) -> None:
         self.backend = backend
         self.conf_file = conf_file
         self.user = user
         self._connect_timeout = connect_timeout
+        self._folder = os.path.abspath(folder)
         self.operation_timeout = operation_timeout
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
@@ -90,8 +95,35 @@ class Cluster:
             user=self.user,
             secret_uuid=secret_uuid or self.secret_uuid,
             secret_type=_CEPH,
-            conf=self.conf_file,
+            conf=self._tools_conf(),
         )
+
+    def _tools_conf(self) -> str:
+        """A copy of the configuration for QEMU's tools, with the deadline of our own
+        calls: they would wait for an OSD for ever. Guests never see it."""
+        try:
+            with open(self.conf_file, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise exc.ConfigError(
+                f"backend {self.backend!r}: cannot read {self.conf_file}: {error}",
+                backend=self.backend,
+            ) from error
+        limits = {
+            "client mount timeout": self._connect_timeout,
+            "rados mon op timeout": self._connect_timeout,
+            "rados osd op timeout": self.operation_timeout,
+        }
+        lines = [f"{option} = {value}" for option, value in limits.items()]
+        text = "\n".join([text, "[client]", *lines, ""])
+        # The file's name is the cluster's, which the keyring's may have in it.
+        path = os.path.join(self._folder, os.path.basename(self.conf_file))
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            replace_text(path, text)
+        except OSError as error:
+            raise processes.space_error(error, path) from error
+        return path
 
     def monitors(self) -> tuple[NetworkHost, ...]:
         """Every monitor's addresses, of both versions of the protocol."""

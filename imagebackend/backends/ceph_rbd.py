@@ -114,6 +114,7 @@ class RbdBackend(Backend):
                     self.options.user,
                     self.options.connect_timeout,
                     self.options.operation_timeout,
+                    os.path.join(self.conf.imagebackend.state_path, "ceph", self.name),
                 )
             return self._made
 

@@ -192,7 +192,7 @@ class _Story:
         self._manager.connect(self._instance.id)
         try:
             with TestGuest(
-                "imagebackend-demo",
+                f"imagebackend-demo-{self._instance.id[:8]}",
                 self._manager.libvirt_xml(self._instance.id),
                 uri=self._conf.imagebackend_libvirt.uri,
                 uuid=self._instance.id,

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -24,11 +25,13 @@ from imagebackend.backends.base import Backend
 from imagebackend.images.file import FileSource
 from imagebackend.model import GiB, MiB, NetworkSource, Severity
 from imagebackend.model import Path as Way
+from imagebackend.qemu_img import QemuImg
 from imagebackend.testing.harness import Harness
-from tests.ceph import Ceph
+from tests.ceph import POOLS, Ceph
 from tests.conftest import HostUnderTest
 
 pytestmark = pytest.mark.timeout(300)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -451,6 +454,62 @@ def test_two_backends_are_two_users_and_pools(host: HostUnderTest, ceph: Ceph) -
     manager.disconnect(instance.id)
 
 
+@pytest.fixture
+def far() -> Iterator[Ceph]:
+    """Another cluster."""
+    # Not below the test's own folder: a socket's path must be short.
+    folder = tempfile.mkdtemp(prefix="imagebackend-far-", dir="/var/tmp")
+    testbed = [ROOT / "tools" / "testbed", "--folder", folder]
+    subprocess.run([*testbed, "up", "ceph"], check=True)
+    try:
+        yield Ceph(f"{folder}/ceph/ceph.conf")
+    finally:
+        subprocess.run([*testbed, "down", "--wipe"], check=True)
+
+
+@pytest.mark.field("I9")
+def test_two_clusters_on_one_host_are_not_mixed_up(
+    host: HostUnderTest, ceph: Ceph, far: Ceph, located: dict[str, str]
+) -> None:
+    with open(host.conf.config_file[0], "a") as file:
+        file.write(far.section.replace("[rbd]", "[far]\ndriver = rbd"))
+    host.conf.reload_config_files()
+    host.set("enabled_backends", ["rbd", "far"])
+    data = host.raw_image()
+    located["raw-image"] = ceph.upload(host.images / "raw-image.raw", "images/base")
+    manager = host.manager()
+    near = host.instance(ephemeral_gb=1, imagebackend__ephemeral_backend="far")
+    away = host.instance(imagebackend__backend="far")
+    manager.create(near)
+    manager.create(away)
+    assert "parent" in ceph.info(image_of(manager, near.id))
+    # The image is in the other cluster, so it comes by its bytes.
+    copied = image_of(manager, away.id)
+    assert copied in far.images() and far.content(copied, MiB) == data
+    assert "parent" not in far.info(copied)
+    assert len(ceph.images()) == 1 and len(far.images()) == 2
+    sources = [each.source for each in manager.connect(near.id)]
+    ports = [
+        {each.port for each in source.hosts}
+        for source in sources
+        if isinstance(source, NetworkSource)
+    ]
+    secrets = {each.secret_uuid for each in sources if isinstance(each, NetworkSource)}
+    assert len(ports) == 2 and not ports[0] & ports[1] and len(secrets) == 2
+    wanted = {f"ceph:{each.fsid}/{pool}" for each in (ceph, far) for pool in POOLS}
+
+    def told() -> set[str]:
+        return {each.provider for each in manager.capacity() if each.what == "disks"}
+
+    # A new cluster has no figures at first.
+    _wait(lambda: told() == wanted, "both clusters tell their room")
+    manager.disconnect(near.id)
+    no_trouble(manager)
+    for each in (near, away):
+        manager.destroy(each.id)
+    assert ceph.images() == [] and far.images() == []
+
+
 @pytest.mark.field("D10")
 def test_a_missing_cap_is_named(host: HostUnderTest, ceph: Ceph) -> None:
     option(host, "user", "readonly")
@@ -648,6 +707,25 @@ def test_an_osd_that_stops_in_a_verb_ends_it_in_time_and_it_is_settled_later(
         assert ceph.images() == [image_of(again, instance.id)]
     assert ceph.trash() == []
     no_trouble(again)
+
+
+@pytest.mark.field("D9")
+@pytest.mark.usefixtures("_bed")
+def test_a_copy_from_an_osd_that_stopped_ends_in_time(
+    host: HostUnderTest, ceph: Ceph, made: Made
+) -> None:
+    option(host, "operation_timeout", 2)
+    made.manager.close()
+    (connection,) = made.manager.connect(made.instance.id)
+    target = host.path / "copy"
+    with (
+        stopped("ceph-osd"),
+        pytest.raises(exc.StorageUnavailable, match="does not answer"),
+    ):
+        QemuImg(host.conf).convert_to_file(connection.source, str(target), "raw")
+    made.manager.disconnect(made.instance.id)
+    QemuImg(host.conf).convert_to_file(connection.source, str(target), "raw")
+    assert target.stat().st_size == GiB
 
 
 @pytest.mark.usefixtures("_bed")

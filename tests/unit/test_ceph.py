@@ -12,13 +12,14 @@ import pytest
 
 from imagebackend import exceptions as exc
 from imagebackend.backends.ceph import READ, Cluster
+from imagebackend.model import NetworkHost
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """One that nothing was asked yet, and whose pools are not full."""
     monkeypatch.setattr(Cluster, "_full", lambda *_: "")
-    return Cluster("mine", "/nowhere/ceph.conf", "me", 1, 1)
+    return Cluster("mine", "/nowhere/ceph.conf", "me", 1, 1, "/nowhere/state")
 
 
 def raising(number: int) -> Callable[[], None]:
@@ -108,7 +109,32 @@ def test_a_configuration_that_is_not_there_is_named(cluster: Cluster) -> None:
         _ = cluster.fsid
 
 
+def test_every_monitor_has_its_addresses_of_both_versions(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump = {
+        "mons": [
+            {
+                "public_addrs": {
+                    "addrvec": [
+                        {"type": "v2", "addr": f"{host}:3300"},
+                        {"type": "v1", "addr": f"{host}:6789"},
+                    ]
+                }
+            }
+            for host in ("10.0.0.1", "[2001:db8::2]")
+        ]
+    }
+    monkeypatch.setattr(Cluster, "command", lambda *_, **__: dump)
+    assert cluster.monitors() == (
+        NetworkHost("10.0.0.1", 3300),
+        NetworkHost("10.0.0.1", 6789),
+        NetworkHost("2001:db8::2", 3300),
+        NetworkHost("2001:db8::2", 6789),
+    )
+
+
 def test_making_a_cluster_has_no_effect() -> None:
     before = threading.active_count()
-    Cluster("mine", "/nowhere/ceph.conf", "me", 1, 1).close()
+    Cluster("mine", "/nowhere/ceph.conf", "me", 1, 1, "/nowhere/state").close()
     assert threading.active_count() == before
