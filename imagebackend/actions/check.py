@@ -87,7 +87,7 @@ def check(ctx: Context) -> Iterator[Finding]:
             Severity.WARNING,
             "libvirt",
             error.message,
-            "needed only for work on running guests",
+            "needed only for running guests, and for the secrets of disks in Ceph",
         )
 
 

@@ -224,8 +224,7 @@ class RbdBackend(Backend):
         ):
             path = Path.CLONE
         else:
-            raw = want.image is not None and want.image.disk_format in ("raw", "iso")
-            path = Path.COPY if raw else Path.CONVERT
+            path = _way_of(want.image)
         return Placement(
             self.name,
             self._scope(pool),
@@ -339,7 +338,7 @@ class RbdBackend(Backend):
                 with image.cached() as cached:
                     source = FileSource(cached.path, cached.format)
                     self._copy(gen, pool, name, source)
-                return Path.COPY if cached.format == "raw" else Path.CONVERT
+                return _way_of(image.info)
             case FromGeneration(source=source):
                 self._copy(gen, pool, name, source)
                 return Path.CONVERT
@@ -852,6 +851,12 @@ def _mark_of(image: Image) -> dict[str, str]:
         if isinstance(mark, dict):
             return mark
     return {}
+
+
+def _way_of(image: ImageInfo | None) -> Path:
+    """How it comes where it cannot be cloned; converted in the cache is converted."""
+    raw = image is not None and image.disk_format in ("raw", "iso")
+    return Path.COPY if raw else Path.CONVERT
 
 
 def _features(gen: Generation) -> int | None:

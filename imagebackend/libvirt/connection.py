@@ -24,7 +24,8 @@ def connect(conf: cfg.ConfigOpts) -> Any:
 
 
 def library() -> Any:
-    """libvirt's Python library, needed only for running guests.
+    """libvirt's Python library, needed for running guests, and for the secrets of
+    storages that QEMU logs in to.
 
     :raises MissingDependency:
     """
@@ -32,8 +33,8 @@ def library() -> Any:
         import libvirt
     except ImportError as error:
         raise exc.MissingDependency(
-            "work on a running guest needs the Python library libvirt: install "
-            "imagebackend[libvirt]",
+            "a running guest, or a disk that QEMU needs a secret for, needs the Python "
+            "library libvirt: install imagebackend[libvirt]",
             library="libvirt",
         ) from error
     # It would print every error to standard error by itself.

@@ -159,7 +159,8 @@ def test_an_image_that_is_not_raw_is_converted_wherever_it_lies(
     (planned,) = manager.plan(instance).disks
     assert planned.placement is not None
     assert planned.placement.path is Way.CONVERT
-    manager.create(instance)
+    (made,) = manager.create(instance).created
+    assert made.path is Way.CONVERT
     assert ceph.content(image_of(manager, instance.id), 8 * MiB) == data
 
 
