@@ -152,6 +152,7 @@ class RbdBackend(Backend):
                 self._check_pool(pool)
             except exc.ImageBackendError as error:
                 findings.append(Finding(Severity.ERROR, self.name, error.message))
+        findings += self._check_image_pool()
         findings += self._check_blocklist()
         if not findings:
             what = f"disks go to {', '.join(self._pools)} of Ceph cluster {fsid}"
@@ -167,6 +168,18 @@ class RbdBackend(Backend):
                 "imagebackend-no-such-object",
                 pool=pool,
             )
+
+    def _check_image_pool(self) -> list[Finding]:
+        """Without the right to write there, snapshots take another way."""
+        pool = self.options.image_pool
+        if not pool:
+            return []
+        try:
+            self._check_pool(pool)
+        except exc.ImageBackendError as error:
+            advice = "without it snapshots are uploaded"
+            return [Finding(Severity.WARNING, self.name, error.message, advice)]
+        return []
 
     def _check_blocklist(self) -> list[Finding]:
         """A client that takes over a dead one's image must be allowed to cut it off,
@@ -796,6 +809,7 @@ class RbdBackend(Backend):
         if self._exists(target, into.image):
             raise self._foreign(target, into.image)
         try:
+            self._check_pool(target)
             self._clone_own(gen, target, into.image, parent)
         except exc.ConfigError as error:
             if self.conf.imagebackend.slow_path == "refuse":

@@ -45,8 +45,8 @@ RBD = [
     cfg.StrOpt(
         "image_pool",
         help="Pool where Glance keeps its images, if the user may write there: raw "
-        "snapshots go straight into it, without a way through this host's files, and "
-        "have no digest in Glance. Unset: all snapshots are uploaded.",
+        "snapshots go straight into it, without a way through this host's files. "
+        "Unset: all snapshots are uploaded.",
     ),
     cfg.StrOpt(
         "secret_uuid",

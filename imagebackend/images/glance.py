@@ -285,7 +285,18 @@ class GlanceSource(ImageSource):
                     what,
                 )
 
-        return self._give(into, token, send, lambda _image: None)
+        def verify(_image: Mapping[str, Any]) -> None:
+            # Glance reads the data for its digest by and by, and then writes the image
+            # as it was when that began: a mark that is taken off too soon comes back,
+            # as it may with data that takes longer. It does no harm there.
+            with contextlib.suppress(exc.StorageUnavailable):
+                _wait(
+                    lambda: bool(self._image(into.image).get("os_hash_value")),
+                    _PATIENCE,
+                    "no digest",
+                )
+
+        return self._give(into, token, send, verify)
 
     def _give(
         self,

@@ -472,6 +472,11 @@ def test_a_raw_snapshot_goes_straight_into_glances_pool_if_the_user_may(
     first = images.expect(cloud.admin, str(uuid.uuid4()))
     manager.snapshot(instance_id, UploadTarget(first, "raw"))
     assert "uploaded instead" in caplog.text
+    assert "profile rbd pool=images" in caplog.text
+    (status,) = [each for each in manager.backends() if each.name == "rbd"]
+    (finding,) = [each for each in status.findings if each.severity is not Severity.OK]
+    assert finding.severity is Severity.WARNING
+    assert "profile rbd pool=images" in finding.what
     Path(host.conf.config_file[0]).write_text(
         text.replace("user = imagebackend\n", "user = imagebackend-rw\n")
     )
@@ -485,6 +490,7 @@ def test_a_raw_snapshot_goes_straight_into_glances_pool_if_the_user_may(
     facts = described(cloud, second)
     assert facts is not None and facts["status"] == "active"
     assert facts["size"] == GiB and facts["owner"] == cloud.member.project_id
+    assert not [key for key in facts if key.startswith("imagebackend")]
     assert "parent" not in ceph.info(f"images/{second}")
     assert ceph.content(f"images/{second}", 2 * MiB) == data
     # A disk is cloned from it, and both can go in any order.
