@@ -31,7 +31,9 @@ def backends(ctx: Context) -> Sequence[BackendStatus]:
             findings = backends.get(name).check()
         except exc.ImageBackendError as error:
             findings = [Finding(Severity.ERROR, name, error.message)]
-        findings = [*findings, *lost.pop(name, ())]
+        said = {finding.what for finding in findings}
+        more = [each for each in lost.pop(name, ()) if each.what not in said]
+        findings = [*findings, *more]
         found.append(
             BackendStatus(name, ctx.backends.driver_name(name), True, findings)
         )

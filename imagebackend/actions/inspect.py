@@ -385,9 +385,16 @@ def _recover_one(ctx: Context, row: OperationRow) -> Iterator[Finding]:
     if operation is None:
         return
     try:
+        found = settle(ctx, operation)
+        with ctx.store.reading() as rows:
+            left = rows.operation(row.target)
+        settled = left is None or left.id != row.id
         yield Finding(
-            Severity.WARNING, f"operation {row.id}", _died(row), action="settled"
+            Severity.WARNING,
+            f"operation {row.id}",
+            _died(row),
+            action="settled" if settled else "not settled yet",
         )
-        yield from settle(ctx, operation)
+        yield from found
     finally:
         operation.close()

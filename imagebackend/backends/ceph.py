@@ -43,6 +43,8 @@ _CEPH = "ceph"
 _LOOK = 1.0
 #: What of a cap a call needs, told when the cluster refuses it.
 WRITE, READ = "profile rbd", "profile rbd-read-only"
+#: To open an image of ours, of which the parent may be in a pool of others.
+_OPEN = "open"
 
 
 class Cluster:
@@ -276,7 +278,7 @@ class Cluster:
             read_only=read_only,
             image_id=image_id,
             pool=pool,
-            needs=READ if read_only else WRITE,
+            needs=_OPEN,
         )
         try:
             yield Image(self, handle, pool, label)
@@ -313,8 +315,8 @@ class Cluster:
                 ) from error
             raise exc.ConfigError(
                 f"backend {self.backend!r}: cannot connect to {who}: {error}: are "
-                f"[{self.backend}] ceph_conf and user right, and can this process "
-                f"read the user's keyring?",
+                f"[{self.backend}] ceph_conf and user right, can this process read the "
+                f"user's keyring, and has the user the cap mon 'profile rbd'?",
                 backend=self.backend,
             ) from error
 
@@ -392,12 +394,17 @@ class Cluster:
         return exc.StorageError(text, **values)
 
     def _cap(self, pool: str, needs: str) -> str:
+        user = f"client.{self.user}"
         if needs == "mon":
-            return f"client.{self.user} needs the cap mon 'profile rbd'"
-        return (
-            f"client.{self.user} needs the caps mon 'profile rbd', osd '{needs} "
-            f"pool={pool}'"
-        )
+            return f"{user} needs the cap mon 'profile rbd'"
+        cap = WRITE if needs == _OPEN else needs
+        text = f"{user} needs the caps mon 'profile rbd', osd '{cap} pool={pool}'"
+        if needs == _OPEN:
+            text += (
+                f", and, if the image is a clone, osd '{READ}' for the pool of what it "
+                f"was cloned from"
+            )
+        return text
 
 
 class _Connection:

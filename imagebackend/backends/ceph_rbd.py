@@ -292,7 +292,7 @@ class RbdBackend(Backend):
         handle = {**gen.handle, "pool": pool, "image": name}
         if self._exists(pool, name):
             with self._cluster.image(pool, name, read_only=True) as image:
-                mark, size = _mark_of(image), image.do("size", needs=READ)
+                mark, size = _mark_of(image), image.do("size")
             if mark.get("generation") == gen.id:
                 return Creation(size, "raw", Path(mark["path"]), handle)
             if not begun:
@@ -320,7 +320,6 @@ class RbdBackend(Backend):
                 self._cluster.ioctx(pool).stat,
                 f"rbd_id.{name}",
                 pool=pool,
-                needs=READ,
             )
         except exc.ObjectMissing:
             return False
@@ -580,9 +579,7 @@ class RbdBackend(Backend):
         def entries() -> list[Mapping[str, Any]]:
             return list(rbd.RBD().trash_list(ioctx))
 
-        return self._cluster.call(
-            f"list the trash of {pool}", entries, pool=pool, needs=READ
-        )
+        return self._cluster.call(f"list the trash of {pool}", entries, pool=pool)
 
     def _empty_trash(self, pool: str, name: str) -> None:
         """Purge what we have in the trash by that name, and nothing else of it.
@@ -676,7 +673,7 @@ class RbdBackend(Backend):
         try:
             with self._cluster.image(pool, name, read_only=True) as image:
                 users = [f"client {each}" for each in image.watchers()]
-                size = image.do("size", needs=READ)
+                size = image.do("size")
         except exc.ObjectMissing:
             return None
         if size < gen.size:
@@ -696,9 +693,7 @@ class RbdBackend(Backend):
             def names(ioctx: Any = ioctx) -> list[str]:
                 return [each["name"] for each in rbd.RBD().list2(ioctx)]
 
-            for name in self._cluster.call(
-                f"list pool {pool}", names, pool=pool, needs=READ
-            ):
+            for name in self._cluster.call(f"list pool {pool}", names, pool=pool):
                 handle = {"pool": pool, "image": name}
                 yield Found(f"{pool}/{name}", generic.marker_of(name), handle)
             for entry in self._trash(pool):

@@ -30,7 +30,11 @@ USERS = {
     "admin": {key: "allow *" for key in ("mon", "mgr", "osd", "mds")},
     "glance": _rbd("images"),
     "cinder": _rbd("volumes", "volumes2", "images", "vms"),
-    "imagebackend": _rbd("vms", "vms2", read_only=("images",)),
+    "imagebackend": {
+        "mon": "profile rbd",
+        "osd": "profile rbd pool=vms, profile rbd pool=vms2, "
+        "profile rbd-read-only pool=images",
+    },
     # Snapshots go straight into Glance's pool.
     "imagebackend-rw": _rbd("vms", "vms2", "images"),
     # Users that lack something, for the tests.
