@@ -188,6 +188,7 @@ class ImageInfo:
     :ivar virtual_size: bytes that a disk from it needs at least, None: not known.
     :ivar locations: where a storage may clone it from; told only to backends that
         can.
+    :ivar source: the image source that has it, where storages may know it too.
     """
 
     id: str
@@ -200,6 +201,7 @@ class ImageInfo:
     min_disk_gb: int = 0
     properties: Mapping[str, str] = field(default_factory=dict)
     locations: Sequence[str] = ()
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,15 +63,15 @@ def cloud_of_the_bed() -> Iterator[Cloud]:
         name = "testbed-admin"
     admin = openstack.connect(cloud=name)
     with (
-        _user(admin, "member", ("member",)) as member,
-        _user(admin, "other", ("member",)) as other,
-        _user(admin, "service", ("admin", "service"), "service") as service,
+        user_of(admin, "member", ("member",)) as member,
+        user_of(admin, "other", ("member",)) as other,
+        user_of(admin, "service", ("admin", "service"), "service") as service,
     ):
         yield Cloud(admin, member, other, service)
 
 
 @contextmanager
-def _user(
+def user_of(
     admin: Any, name: str, roles: tuple[str, ...], project_name: str | None = None
 ) -> Iterator[User]:
     import openstack

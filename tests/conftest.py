@@ -19,6 +19,7 @@ import imagebackend.conf
 from imagebackend import DiskManager, Flavor, Instance
 from imagebackend.model import GiB, MiB
 from tests.ceph import Ceph, ceph_of_the_bed
+from tests.cinder import CinderUnderTest, cinder_of_the_bed
 from tests.cloud import Cloud, cloud_of_the_bed
 
 #: Lines that tests want to be read, also when all is well.
@@ -29,7 +30,7 @@ SKIPS = {
     "needs root": "mounts, other users and limits are root's to make",
     "needs the bed": "a cloud or Ceph that is not ours is not stopped nor filled",
 }
-BACKENDS = ("qcow2", "raw", "rbd", "remote")
+BACKENDS = ("qcow2", "raw", "rbd", "cinder", "remote")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -197,6 +198,18 @@ def ceph(bed_ceph: Ceph) -> Iterator[Ceph]:
     bed_ceph.clean()
     yield bed_ceph
     bed_ceph.clean()
+
+
+@pytest.fixture(scope="session")
+def bed_cinder(cloud: Cloud) -> Iterator[CinderUnderTest]:
+    yield from cinder_of_the_bed(cloud)
+
+
+@pytest.fixture
+def cinder(bed_cinder: CinderUnderTest) -> Iterator[CinderUnderTest]:
+    """A real Cinder, with an empty project."""
+    yield bed_cinder
+    bed_cinder.clean()
 
 
 @pytest.fixture

@@ -108,8 +108,15 @@ def _unknown_options(ctx: Context) -> Iterator[Finding]:
     with contextlib.suppress(exc.ImageBackendError):
         for name in ctx.backends.names:
             with contextlib.suppress(exc.ImageBackendError):
-                known[name] = {options.backends.DRIVER.name} | {
-                    option.name for option in ctx.backends.driver(name).OPTIONS
+                driver = ctx.backends.driver(name)
+                known[name] = {
+                    spelling
+                    for option in (
+                        options.backends.DRIVER,
+                        *driver.OPTIONS,
+                        *driver.chosen_options(ctx.conf, name),
+                    )
+                    for spelling in (option.name, option.dest)
                 }
     for path, section, keys in options.sections(ctx.conf):
         where = f"[{section}] of {path}"

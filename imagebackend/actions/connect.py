@@ -99,8 +99,7 @@ def libvirt_xml(ctx: Context, instance_id: str) -> Sequence[str]:
             iotune=iotune,
         )
         connection = ctx.connect(row, attachment)
-        secret = ctx.backend(row).secret(ctx.generation(row), connection)
-        if secret is not None:
+        for secret in ctx.backend(row).secrets(ctx.generation(row), connection):
             secrets.define(ctx.conf, secret)
         elements.append(disk_xml(device, connection, ctx.conf))
     return elements

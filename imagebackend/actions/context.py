@@ -219,7 +219,7 @@ class Context:
         commit, with whatever else becomes true at the same moment."""
         with self._fill(row, recipe, image, auth, progress) as fill:
             return self.backend(row).create(
-                self.generation(row), fill, self.recorder(row)
+                self.generation(row), fill, self.recorder(row), auth=auth
             )
 
     def recorder(self, row: GenerationRow) -> Record:

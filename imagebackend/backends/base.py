@@ -91,7 +91,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from oslo_config import cfg
 
@@ -193,6 +193,13 @@ class Backend(abc.ABC):
         self.conf = conf
         self.deployment_id = deployment_id
 
+    @classmethod
+    def chosen_options(cls, conf: cfg.ConfigOpts, group: str) -> Sequence[cfg.Opt]:
+        """Options that the group has beside :attr:`OPTIONS`, because of a value in
+        it."""
+        _ = conf, group
+        return ()
+
     @property
     def options(self) -> cfg.ConfigOpts.GroupAttr:
         """This backend's own option group."""
@@ -222,7 +229,9 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def create(self, gen: Generation, fill: Fill, record: Record) -> Creation:
+    def create(
+        self, gen: Generation, fill: Fill, record: Record, *, auth: Any = None
+    ) -> Creation:
         """Make the object: marked, of exact size, filled, flushed, not connected.
 
         ============ ==========================================================
@@ -232,6 +241,8 @@ class Backend(abc.ABC):
         failure      what this call made is gone again
         ============ ==========================================================
 
+        :param auth: the caller's keystoneauth plugin, for a storage where what a
+            caller gets must be asked for in the caller's name.
         :raises ObjectExists: something that is not ours has the name.
         :raises NoSpace, IntegrityError, ImageRejected, StorageError:
         """
@@ -282,9 +293,9 @@ class Backend(abc.ABC):
         :raises HostConflict: the connection is another host's.
         """
 
-    def secret(self, gen: Generation, conn: Connection) -> Secret | None:
+    def secrets(self, gen: Generation, conn: Connection) -> Sequence[Secret]:
         """What QEMU must know to open ``conn.source``, where that names a secret."""
-        return None
+        return ()
 
     @abc.abstractmethod
     def stat(self, gen: Generation) -> Stat | None:

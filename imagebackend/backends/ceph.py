@@ -97,10 +97,10 @@ class Cluster:
             user=self.user,
             secret_uuid=secret_uuid or self.secret_uuid,
             secret_type=_CEPH,
-            conf=self._tools_conf(),
+            conf=self.tools_conf(),
         )
 
-    def _tools_conf(self) -> str:
+    def tools_conf(self) -> str:
         """A copy of the configuration for QEMU's tools, with the deadline of our own
         calls: they would wait for an OSD for ever. Guests never see it."""
         try:
@@ -142,9 +142,10 @@ class Cluster:
         name = f"ceph:{self.fsid}/client.{self.user}"
         return str(uuid.uuid5(uuid.NAMESPACE_URL, name))
 
-    def secret(self) -> Secret:
+    def secret(self, uuid: str | None = None) -> Secret:
         """This user's key, for libvirt.
 
+        :param uuid: of the secret, where somebody else chose it.
         :raises ConfigError: no keyring that can be read has it.
         """
         connection = self._connected()
@@ -172,7 +173,10 @@ class Cluster:
                 user=section,
             )
         return Secret(
-            self.secret_uuid, _CEPH, f"imagebackend {section} {connection.fsid}", key
+            uuid or self.secret_uuid,
+            _CEPH,
+            f"imagebackend {section} {connection.fsid}",
+            key,
         )
 
     # --- calls -----------------------------------------------------------------

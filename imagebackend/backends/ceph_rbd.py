@@ -285,7 +285,9 @@ class RbdBackend(Backend):
 
     # --- create ----------------------------------------------------------------
 
-    def create(self, gen: Generation, fill: Fill, record: Record) -> Creation:
+    def create(
+        self, gen: Generation, fill: Fill, record: Record, *, auth: Any = None
+    ) -> Creation:
         pool, name = self._own(gen)
         # Recorded before the first effect: from then on what has the name is ours.
         begun = "image" in gen.handle
@@ -652,10 +654,10 @@ class RbdBackend(Backend):
     def disconnect(self, gen: Generation, conn: Connection) -> None:
         self._own(gen)
 
-    def secret(self, gen: Generation, conn: Connection) -> Secret | None:
+    def secrets(self, gen: Generation, conn: Connection) -> Sequence[Secret]:
         if self.options.secret_uuid:
-            return None  # the operator's own
-        return self._cluster.secret()
+            return ()  # the operator's own
+        return (self._cluster.secret(),)
 
     def _missing(self, gen: Generation, pool: str, name: str) -> exc.ObjectMissing:
         text = f"backend {self.name!r}: the disk's image {pool}/{name} is gone"

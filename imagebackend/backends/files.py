@@ -20,7 +20,7 @@ import re
 import stat as stat_module
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from oslo_config import cfg
 from oslo_log import log
@@ -237,7 +237,9 @@ class FileBackend(Backend):
     def _uses_cache(self, want: Want) -> bool:
         return False
 
-    def create(self, gen: Generation, fill: Fill, record: Record) -> Creation:
+    def create(
+        self, gen: Generation, fill: Fill, record: Record, *, auth: Any = None
+    ) -> Creation:
         self._own(gen)
         path = self._path(gen)
         # Nothing to record yet: the name follows from the generation.

@@ -244,8 +244,9 @@ def _configuration(folder: str, backend: str, theirs: cfg.ConfigOpts) -> cfg.Con
     conf.set_override("uri", theirs.imagebackend_libvirt.uri, "imagebackend_libvirt")
     if backend not in _EMBEDDED:
         found = Backends(theirs, str).driver(backend)
-        conf.register_opts([DRIVER, *found.OPTIONS], group=backend)
-        for option in (DRIVER, *found.OPTIONS):
+        all_ = [DRIVER, *found.OPTIONS, *found.chosen_options(theirs, backend)]
+        conf.register_opts(all_, group=backend)
+        for option in all_:
             conf.set_override(option.dest, theirs[backend][option.dest], backend)
     return conf
 

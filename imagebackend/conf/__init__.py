@@ -24,6 +24,7 @@ from imagebackend.conf import (
     qemu_img,
     store,
 )
+from imagebackend.conf.keystone import keystone_names
 
 _MODULES = (host, store, images, glance, qemu_img, libvirt)
 #: Groups that no backend can have.
@@ -68,7 +69,7 @@ def names(conf: cfg.ConfigOpts) -> dict[str, set[str]]:
     for group, options in list_opts():
         if group.name in GROUPS:
             known.setdefault(group.name, set()).update(each.name for each in options)
-    known[glance.GROUP.name] |= glance.keystone_names(conf)
+    known[glance.GROUP.name] |= keystone_names(conf, glance.GROUP.name)
     return known
 
 

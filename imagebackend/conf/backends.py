@@ -82,7 +82,121 @@ RBD = [
     ),
 ]
 
+CINDER = [
+    cfg.StrOpt(
+        "owner",
+        default="service",
+        choices=[
+            (
+                "service",
+                "the service user's project: tenants see no volume, can do nothing to "
+                "it, and it does not count in their quota",
+            ),
+            (
+                "tenant",
+                "the instance's project: visible, counted, and not protected from its "
+                "users; needs the caller's credentials wherever one is made",
+            ),
+        ],
+        help="Whose the volumes are.",
+    ),
+    cfg.StrOpt(
+        "default_type",
+        help="Volume type of disks for which neither flavor nor image names one. "
+        "Unset: Cinder's own default.",
+    ),
+    cfg.StrOpt(
+        "availability_zone",
+        help="Zone of volumes: ``instance`` is the instance's own, anything else a "
+        "name. Unset: Cinder's default.",
+    ),
+    cfg.DictOpt(
+        "scheduler_hints",
+        default={},
+        help="Hints for Cinder's scheduler, as ``local_to_instance:{instance}``; "
+        "``{instance}`` and ``{project}`` stand for the disk's.",
+    ),
+    cfg.DictOpt(
+        "grow_attached",
+        default={},
+        help="Whether volumes of a type, by its name, can grow while they are "
+        "attached: ``gold:true,files:false``. For others their pools decide, and their "
+        "protocol: files cannot.",
+    ),
+    cfg.IntOpt(
+        "create_timeout",
+        default=300,
+        min=1,
+        help="Seconds to wait for a new volume.",
+    ),
+    cfg.IntOpt(
+        "create_timeout_per_gb",
+        default=20,
+        min=0,
+        help="Seconds more for each GiB of a volume that Cinder fills from an image.",
+    ),
+    cfg.IntOpt(
+        "create_retries",
+        default=1,
+        min=0,
+        help="How often a volume that ended in an error is made once more.",
+    ),
+    cfg.IntOpt(
+        "operation_timeout",
+        default=120,
+        min=1,
+        help="Seconds to wait until a volume has grown, has gone or a snapshot is "
+        "there.",
+    ),
+    cfg.FloatOpt(
+        "poll_first",
+        default=0.1,
+        min=0.01,
+        help="Seconds until the first look at a volume that is being worked on.",
+    ),
+    cfg.FloatOpt(
+        "poll_longest",
+        default=2.0,
+        min=0.01,
+        help="Seconds that the pause between two looks grows to.",
+    ),
+    cfg.StrOpt(
+        "my_ip",
+        help="This host's address, told to storages that want to know it. Unset: not "
+        "told.",
+    ),
+    cfg.BoolOpt(
+        "multipath",
+        default=False,
+        help="Reach block devices over all paths that there are.",
+    ),
+    cfg.StrOpt(
+        "root_helper",
+        default="sudo",
+        help="Command that runs another one as root, for os-brick, where this process "
+        "is not root itself.",
+    ),
+    cfg.StrOpt(
+        "mount_path",
+        help="Folder under which shares of file-based types are mounted. Unset: "
+        "``mnt`` under ``[imagebackend] state_path``.",
+    ),
+    cfg.StrOpt(
+        "lock_path",
+        help="Folder of os-brick's locks: the same for all processes of this host that "
+        "attach volumes, Nova's too. Unset: ``[oslo_concurrency] lock_path`` of this "
+        "process. Needed for types whose volumes are devices or files of this host.",
+    ),
+    cfg.StrOpt(
+        "ceph_conf",
+        default="/etc/ceph/ceph.conf",
+        help="For volumes in Ceph: configuration of their cluster, and the keyring of "
+        "the user that Cinder names.",
+    ),
+]
+
 SAMPLES = (
+    ("cinder", "Volumes of any type of a Cinder.", [DRIVER, *CINDER]),
     ("rbd", "Images in Ceph: clones of Glance's, shareable.", [DRIVER, *RBD]),
     ("qcow2", "Local qcow2 files: overlays on the image cache.", [DRIVER, *FILES]),
     ("raw", "Local raw files: whole copies, shareable.", [DRIVER, *FILES]),

@@ -15,13 +15,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import openstack.exceptions
 import requests.exceptions
 import urllib3.exceptions
 from keystoneauth1 import exceptions as ks
-from keystoneauth1 import loading, service_token
 from keystoneauth1.session import Session
 from openstack.connection import Connection
 from oslo_config import cfg
@@ -30,6 +29,7 @@ from oslo_log import log
 from imagebackend import exceptions as exc
 from imagebackend.conf import glance as options
 from imagebackend.images.base import FORMATS, ImageSource, Readable
+from imagebackend.keystone import caller_session, service_session
 from imagebackend.model import (
     GiB,
     ImageInfo,
@@ -435,28 +435,11 @@ class GlanceSource(ImageSource):
             client, session = self._made
         if auth is None:
             return client
-        # The service user's word goes along: Glance and Cinder trust it further.
-        wrapped = service_token.ServiceTokenAuthWrapper(auth, cast(Any, session.auth))
-        mine = loading.load_session_from_conf_options(self.conf, _GROUP, auth=wrapped)
+        mine = caller_session(self.conf, _GROUP, auth, session)
         return self._connect(mine)
 
     def _session(self) -> Session:
-        options.register_keystone(self.conf)
-        if not self.conf[_GROUP].auth_type:
-            raise exc.ConfigError(
-                f"[{_GROUP}] auth_type is not set: the image source glance needs a "
-                f"service user (auth_type = password, auth_url, username, password, "
-                f"project_name, user_domain_name, project_domain_name)",
-                group=_GROUP,
-            )
-        try:
-            auth = loading.load_auth_from_conf_options(self.conf, _GROUP)
-        except ks.ClientException as error:
-            raise exc.ConfigError(f"[{_GROUP}]: {error}", group=_GROUP) from error
-        session: Session = loading.load_session_from_conf_options(
-            self.conf, _GROUP, auth=auth
-        )
-        return session
+        return service_session(self.conf, _GROUP, "the image source glance")
 
     def _connect(self, session: Session) -> Any:
         group = self.conf[_GROUP]
@@ -622,6 +605,7 @@ def _info(image: Mapping[str, Any]) -> ImageInfo:
         digest=digest,
         min_disk_gb=image.get("min_disk") or 0,
         properties=properties,
+        source="glance",
     )
 
 

@@ -129,6 +129,11 @@ def connector(host: str = "host-1") -> Connector:
     return Connector(str(uuid.uuid5(uuid.NAMESPACE_DNS, host)), host)
 
 
+def names_host(message: str, host: str = "host-1") -> bool:
+    """A storage knows a host by its id, or by its name alone."""
+    return connector(host).host_id in message or connector(host).hostname in message
+
+
 def want(harness: Harness, fill: str = "Blank", **changes: Any) -> Want:
     values: dict[str, Any] = {
         "size": harness.size,

@@ -14,7 +14,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import tenacity
 from oslo_config import cfg
@@ -189,7 +189,9 @@ class SlowRemoteBackend(Backend):
 
     # --- create and delete ----------------------------------------------------------
 
-    def create(self, gen: Generation, fill: Fill, record: Record) -> Creation:
+    def create(
+        self, gen: Generation, fill: Fill, record: Record, *, auth: Any = None
+    ) -> Creation:
         self._own(gen)
         found = self._mine(gen)
         with contextlib.ExitStack() as undo:

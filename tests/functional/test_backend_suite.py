@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -15,11 +16,13 @@ import imagebackend.conf
 from imagebackend.backends.base import Backend
 from imagebackend.backends.qcow2 import Qcow2Backend
 from imagebackend.backends.raw import RawBackend
+from imagebackend.conf.keystone import register_keystone
 from imagebackend.model import Generation, MiB
 from imagebackend.testing.harness import Harness
 from imagebackend.testing.remote import Faults, SlowRemoteBackend
 from imagebackend.testing.suite import BackendSuite
 from tests.ceph import Ceph
+from tests.cinder import CinderUnderTest, unmount
 
 
 class LocalHarness(Harness):
@@ -136,3 +139,36 @@ class TestRbd(BackendSuite):
     @pytest.fixture
     def harness(self, tmp_path: Path, ceph: Ceph) -> Iterator[Harness]:
         yield RbdHarness(str(tmp_path), ceph)
+
+
+class CinderHarness(LocalHarness):
+    def __init__(self, folder: str, cinder: CinderUnderTest, volume_type: str) -> None:
+        from imagebackend.backends.cinder_volume import CinderBackend
+
+        self.driver = CinderBackend  # type: ignore[misc]
+        super().__init__(folder)
+        self.volume_type = volume_type
+        self.cinder = cinder
+        register_keystone(self.conf, "mine")
+        options = {**cinder.options, "mount_path": f"{folder}/mnt"}
+        self.conf.set_override("auth_type", "password", "mine")
+        register_keystone(self.conf, "mine")
+        for option, value in options.items():
+            self.conf.set_override(option, value, "mine")
+
+    def foreign(self) -> bool:
+        self.cinder.foreign()
+        return True
+
+
+class TestCinder(BackendSuite):
+    @pytest.fixture(params=["rbd1", "nfs1"])
+    def harness(
+        self,
+        tmp_path: Path,
+        cinder: CinderUnderTest,
+        request: pytest.FixtureRequest,
+    ) -> Iterator[Harness]:
+        os.chmod(tmp_path, 0o755)
+        yield CinderHarness(str(tmp_path), cinder, request.param)
+        unmount(tmp_path)

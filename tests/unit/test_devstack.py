@@ -14,6 +14,7 @@ from oslo_config import cfg
 import imagebackend.conf
 from imagebackend.backends.loader import Backends
 from imagebackend.conf import glance
+from imagebackend.conf.keystone import register_keystone
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +79,7 @@ def test_every_option_that_it_writes_is_one_of_the_librarys(
     assert conf.imagebackend.enabled_backends == names
     loaded = Backends(conf, lambda: "0123456789ab")
     assert [loaded.get(name).name for name in names] == names
-    glance.register_keystone(conf)
+    register_keystone(conf, glance.GROUP.name)
     for section in file.sections():
         for option in file.options(section):
             assert conf[section][option] is not None, (section, option)

@@ -4,7 +4,7 @@
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from oslo_config import cfg
 
@@ -108,7 +108,9 @@ class FlatBackend(Backend):
 
     # --- the life of a generation -----------------------------------------------
 
-    def create(self, gen: Generation, fill: Fill, record: Record) -> Creation:
+    def create(
+        self, gen: Generation, fill: Fill, record: Record, *, auth: Any = None
+    ) -> Creation:
         path = self._path(gen)
         part = f"{path}.part"
         handle = {"name": os.path.basename(path)}
