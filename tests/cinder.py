@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,9 @@ class CinderUnderTest:
         found: list[dict[str, Any]] = self.get("/volumes/detail")["volumes"]
         return found
 
+    def names(self) -> list[str]:
+        return sorted(each["name"] for each in self.volumes())
+
     def snapshots(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.get("/snapshots/detail")["snapshots"]
         return found
@@ -77,18 +82,77 @@ class CinderUnderTest:
     def _status(self, volume_id: str) -> str:
         return str(self.get(f"/volumes/{volume_id}")["volume"]["status"])
 
+    def action(self, volume_id: str, name: str, **body: Any) -> None:
+        """As an administrator does it."""
+        path = f"/volumes/{volume_id}/action"
+        answer = self.api.post(path, json={name: body}, microversion="3.71")
+        assert answer.status_code in (200, 202), answer.text
+
+    def set_metadata(self, volume_id: str, metadata: dict[str, str]) -> None:
+        path = f"/volumes/{volume_id}/metadata"
+        answer = self.api.post(path, json={"metadata": metadata})
+        assert answer.status_code == 200, answer.text
+
+    def snapshot(self, volume_id: str, name: str) -> None:
+        body = {"volume_id": volume_id, "name": name, "force": True}
+        answer = self.api.post("/snapshots", json={"snapshot": body})
+        assert answer.status_code == 202, answer.text
+        wait(lambda: self.snapshots()[0]["status"] == "available", name)
+
+    @contextmanager
+    def type_of(
+        self,
+        backend: str,
+        *,
+        private: bool = False,
+        projects: tuple[str, ...] = (),
+        **extra_specs: str,
+    ) -> Iterator[str]:
+        """A volume type of its own, that leads to a back end; removed after it."""
+        api = self.cloud.admin.block_storage
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        body = {
+            "name": name,
+            "extra_specs": {"volume_backend_name": backend, **extra_specs},
+            "os-volume-type-access:is_public": not private,
+        }
+        answer = api.post("/types", json={"volume_type": body})
+        assert answer.status_code == 200, answer.text
+        type_id = answer.json()["volume_type"]["id"]
+        for project in projects:
+            self._access(type_id, "addProjectAccess", project)
+        try:
+            yield name
+        finally:
+            self.clean()
+            answer = api.delete(f"/types/{type_id}")
+            assert answer.status_code == 202, answer.text
+
+    def withdraw(self, volume_type: str, project: str) -> None:
+        listed = self.get("/types?is_public=None")["volume_types"]
+        (found,) = [each for each in listed if each["name"] == volume_type]
+        self._access(found["id"], "removeProjectAccess", project)
+
+    def _access(self, type_id: str, verb: str, project: str) -> None:
+        answer = self.cloud.admin.block_storage.post(
+            f"/types/{type_id}/action", json={verb: {"project": project}}
+        )
+        assert answer.status_code == 202, answer.text
+
     def clean(self) -> None:
         """Remove everything in the project, whatever its state."""
+        token = {"X-Service-Token": self.service.connection.auth_token}
         for each in self.attachments():
-            self.api.delete(f"/attachments/{each['id']}", microversion="3.71")
+            path = f"/attachments/{each['id']}"
+            self.api.delete(path, headers=token, microversion="3.71")
         for each in self.snapshots():
-            self._force(f"/snapshots/{each['id']}")
+            self.force(f"/snapshots/{each['id']}")
         wait(lambda: not self.snapshots(), "snapshots are left")
         for each in self.volumes():
-            self._force(f"/volumes/{each['id']}")
+            self.force(f"/volumes/{each['id']}")
         wait(lambda: not self.volumes(), "volumes are left")
 
-    def _force(self, path: str) -> None:
+    def force(self, path: str) -> None:
         for body in ({"os-reset_status": {"status": "error"}}, {"os-force_delete": {}}):
             self.api.post(f"{path}/action", json=body)
 

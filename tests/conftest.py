@@ -71,6 +71,7 @@ class HostUnderTest:
     conf: cfg.ConfigOpts
     managers: list[DiskManager] = field(default_factory=list)
     ceph: Ceph | None = None
+    cinder: CinderUnderTest | None = None
 
     @property
     def images(self) -> Path:
@@ -97,6 +98,16 @@ class HostUnderTest:
         self.conf.reload_config_files()
         enabled = self.conf.imagebackend.enabled_backends
         self.set("enabled_backends", [*enabled, "rbd"])
+
+    def enable_cinder(self, cinder: CinderUnderTest, **options: object) -> None:
+        """The backend ``cinder``, beside the others."""
+        self.cinder = cinder
+        lines = [f"{key} = {value}\n" for key, value in options.items()]
+        with open(self.conf.config_file[0], "a") as file:
+            file.write(cinder.section + "".join(lines))
+        self.conf.reload_config_files()
+        enabled = self.conf.imagebackend.enabled_backends
+        self.set("enabled_backends", [*enabled, "cinder"])
 
     def raw_image(self, name: str = "raw-image", size: int = MiB) -> bytes:
         """An image in the folder; returns its bytes, which are all different."""
@@ -141,7 +152,8 @@ class HostUnderTest:
     def objects(self) -> list[str]:
         """All that disks are kept in, told by the storages' own tools."""
         images = [] if self.ceph is None else self.ceph.images() + self.ceph.trash()
-        return self.files() + images
+        volumes = [] if self.cinder is None else self.cinder.names()
+        return self.files() + images + volumes
 
     def files(self, folder: str = "instances") -> list[str]:
         """What there is, told by the file system alone."""

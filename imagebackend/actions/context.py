@@ -250,7 +250,7 @@ class Context:
                 )
             )
         elif recipe.base is not None:
-            with self._base_source(recipe.base) as (source, size, generation):
+            with self._base(recipe.base, row) as (source, size, generation):
                 yield FromGeneration(source, size, generation)
         elif recipe.path is not None:
             source = FileSource(recipe.path, "raw")
@@ -259,8 +259,10 @@ class Context:
             yield Blank(recipe.fs, recipe.label)
 
     @contextlib.contextmanager
-    def _base_source(self, disk_id: str) -> Iterator[tuple[Source, int, Generation]]:
-        """An existing disk, connected read-only for the block."""
+    def _base(
+        self, disk_id: str, row: GenerationRow
+    ) -> Iterator[tuple[Source, int, Generation]]:
+        """An existing disk, connected read-only while the row's object is made."""
         with self.store.reading() as rows:
             disk = rows.disk(disk_id)
             if disk is None or disk.generation_id is None:
@@ -275,16 +277,29 @@ class Context:
                 f"point in time is copied",
                 disk=disk_id,
             )
-        self.must_have_base(base)
-        generation = self.generation(base)
-        backend = self.backend(base)
-        connection = backend.connect(
-            generation, self.host.connector, lambda _handle: None, readonly=True
+        with self.borrowed(base, row.operation_id, row.instance_id or row.id) as source:
+            yield source, disk.size, self.generation(base)
+
+    @contextlib.contextmanager
+    def borrowed(
+        self, row: GenerationRow, operation_id: str | None, instance_id: str
+    ) -> Iterator[Source]:
+        """An object, connected read-only to this host for the block; an operation that
+        dies meanwhile has it in its rows."""
+        attachment = AttachmentRow(
+            row.id,
+            self.host.id,
+            instance_id,
+            {},
+            operation_id=operation_id,
+            readonly=True,
         )
+        with self.store.writing() as tx:
+            tx.insert(attachment)
         try:
-            yield connection.source, disk.size, generation
+            yield self.connect(row, attachment).source
         finally:
-            backend.disconnect(generation, connection)
+            self.disconnect(attachment)
 
     # --- connections ---------------------------------------------------------
 

@@ -14,14 +14,17 @@ from imagebackend.actions import places
 from imagebackend.actions.context import Context, instance_of
 from imagebackend.actions.replace import known_instance
 from imagebackend.actions.settle import purge, settle
+from imagebackend.backends.base import Backend
 from imagebackend.model import (
     JSON,
     Disk,
     DiskState,
     Finding,
+    Found,
     GenerationState,
     Instance,
     Inventory,
+    Marker,
     Severity,
 )
 from imagebackend.store.rows import (
@@ -147,6 +150,17 @@ def recover(ctx: Context, *, dry_run: bool) -> Iterator[Finding]:
     if dry_run:
         return
     yield from purge(ctx, [debt for debt in debts if debt.operation_id not in live])
+    for name in ctx.backends.names:
+        try:
+            if ctx.backends.driver(name).TWINS:
+                yield from _drop_twins(ctx, name)
+        except exc.ImageBackendError as error:
+            yield Finding(
+                Severity.WARNING,
+                f"backend {name}",
+                f"second objects could not be looked for: {error.message}",
+                action="left as it is",
+            )
     for name in ctx.operations.sweep():
         yield Finding(Severity.OK, f"lock {name}", "had no owner: removed")
     for name in ctx.cache.sweep():
@@ -266,25 +280,60 @@ def _audit_storage(ctx: Context, name: str, storages: set[str]) -> Iterator[Find
                     f"{name}: {found.name}",
                     f"belongs to deployment {found.marker.deployment_id}: left alone",
                 )
-            elif not _known(ctx, found.marker.generation_id):
-                yield Finding(
-                    Severity.ERROR,
-                    f"{name}: {found.name}",
-                    "carries our marker, but no row knows it",
-                    "was the store restored from an older backup? remove the object "
-                    "by hand once you are sure that nobody needs it",
-                )
+            else:
+                yield from _audit_found(ctx, backend, found, found.marker)
     except exc.ImageBackendError as error:
         yield Finding(
             Severity.ERROR, f"backend {name}", error.message, "its state is unknown"
         )
 
 
-def _known(ctx: Context, generation_id: str) -> bool:
+def _audit_found(
+    ctx: Context, backend: Backend, found: Found, marker: Marker
+) -> Iterator[Finding]:
     # Rows come before objects: asked after the object was seen, no row means that
     # there never was one.
     with ctx.store.reading() as rows:
-        return rows.generation(generation_id) is not None
+        row = rows.generation(marker.generation_id)
+    if row is None:
+        yield Finding(
+            Severity.ERROR,
+            f"{backend.name}: {found.name}",
+            "carries our marker, but no row knows it",
+            "was the store restored from an older backup? remove the object by hand "
+            "once you are sure that nobody needs it",
+        )
+    elif backend.TWINS and _is_twin(found, row):
+        yield Finding(
+            Severity.ERROR,
+            f"{backend.name}: {found.name}",
+            f"carries the marker of generation {row.id}, which is another object",
+            "run `imagebackend recover --apply`; what it leaves is somebody else's "
+            "doing",
+        )
+
+
+def _is_twin(found: Found, row: GenerationRow) -> bool:
+    """While an operation is at it, its object may change."""
+    return row.operation_id is None and any(
+        key in row.handle and row.handle[key] != value
+        for key, value in found.handle.items()
+    )
+
+
+def _drop_twins(ctx: Context, name: str) -> Iterator[Finding]:
+    """Objects beside the recorded ones, which a lost answer left."""
+    backend = ctx.backends.get(name)
+    for found in list(backend.scan()):
+        if found.marker is None or found.marker.deployment_id != ctx.deployment_id:
+            continue
+        with ctx.store.reading() as rows:
+            row = rows.generation(found.marker.generation_id)
+        if row is None or row.host_id != ctx.host.id or not _is_twin(found, row):
+            continue
+        if backend.drop_twins(ctx.generation(row)):
+            what = f"was a second object of generation {row.id}: removed"
+            yield Finding(Severity.OK, f"{name}: {found.name}", what)
 
 
 def _audit_disk(ctx: Context, disk: DiskRow) -> Iterator[Finding]:

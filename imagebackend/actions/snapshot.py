@@ -45,7 +45,6 @@ from imagebackend.model import (
 from imagebackend.qemu_img import QemuImg
 from imagebackend.store.operations import Operation
 from imagebackend.store.rows import (
-    AttachmentRow,
     DiskRow,
     GenerationRow,
     InstanceRow,
@@ -218,25 +217,14 @@ def _connected(
     ctx: Context, operation: Operation, row: GenerationRow, owner: OwnerRow
 ) -> Iterator[Source]:
     """The generation's source on this host; connected for the block if need be."""
-    with ctx.store.writing() as tx:
-        mine = [each for each in tx.attachments(row.id) if each.host_id == ctx.host.id]
-        if mine:
-            attachment = mine[0]
-        else:
-            attachment = AttachmentRow(
-                row.id,
-                ctx.host.id,
-                owner.instance_id,
-                {},
-                operation_id=operation.id,
-                readonly=True,
-            )
-            tx.insert(attachment)
-    try:
-        yield ctx.connect(row, attachment).source
-    finally:
-        if not mine:
-            ctx.disconnect(attachment)
+    with ctx.store.reading() as rows:
+        attached = rows.attachments(row.id)
+    mine = [each for each in attached if each.host_id == ctx.host.id]
+    if mine:
+        yield ctx.connect(row, mine[0]).source
+    else:
+        with ctx.borrowed(row, operation.id, owner.instance_id) as source:
+            yield source
 
 
 def _storage_snapshot(

@@ -187,6 +187,9 @@ class Backend(abc.ABC):
     #: Whether it can clone an image where it lies: then ``ImageInfo.locations`` says
     #: where that is.
     CLONES_IMAGES: ClassVar[bool] = False
+    #: Whether a lost answer can leave a second object with one marker: where the
+    #: storage gives the names.
+    TWINS: ClassVar[bool] = False
 
     def __init__(self, name: str, conf: cfg.ConfigOpts, deployment_id: str) -> None:
         self.name = name
@@ -315,6 +318,15 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def capacity(self) -> Sequence[Inventory]:
         """Room. Starts no child process, opens no object."""
+
+    def drop_twins(self, gen: Generation) -> int:
+        """Remove what has the generation's marker beside the object that is recorded,
+        and only what is certainly ours.
+
+        :returns: how many there were.
+        """
+        _ = gen
+        return 0
 
     def close(self) -> None:
         """Let go of connections and the like; the next call makes them anew."""

@@ -100,6 +100,7 @@ class CinderBackend(Backend):
     """Volumes of one Cinder."""
 
     VOLUME_TYPES = True
+    TWINS = True
     OPTIONS: ClassVar[Sequence[cfg.Opt]] = [*options.CINDER, *keystone_options()]
 
     def __init__(self, name: str, conf: cfg.ConfigOpts, deployment_id: str) -> None:
@@ -294,7 +295,7 @@ class CinderBackend(Backend):
                 f"made with the caller's credentials, and there are none",
                 backend=self.name,
             )
-        handle = {**gen.handle, "asked": True}
+        handle = {**_facts(fill), **gen.handle, "asked": True}
         tries = 1 + self.options.create_retries
         for number in range(1, tries + 1):
             try:
@@ -558,11 +559,18 @@ class CinderBackend(Backend):
         for each in {volume["id"]: volume for volume in found if volume}.values():
             self._remove_volume(gen, each)
 
-    def _drop_twins(self, gen: Generation, keep: str) -> None:
-        for each in self._marked(gen):
-            if each["id"] != keep:
-                LOG.warning("volume %s is a twin of %s: deleted", each["id"], keep)
-                self._remove_volume(gen, each)
+    def drop_twins(self, gen: Generation) -> int:
+        # A tenant may write our metadata onto volumes of its own.
+        if self._own(gen) != self._cinder.project_id or "volume" not in gen.handle:
+            return 0
+        return self._drop_twins(gen, gen.handle["volume"])
+
+    def _drop_twins(self, gen: Generation, keep: str) -> int:
+        twins = [each for each in self._marked(gen) if each["id"] != keep]
+        for each in twins:
+            LOG.warning("volume %s is a twin of %s: deleted", each["id"], keep)
+            self._remove_volume(gen, each)
+        return len(twins)
 
     def _remove_volume(self, gen: Generation, volume: JSON) -> None:
         volume_id = volume["id"]
@@ -807,7 +815,8 @@ class CinderBackend(Backend):
         if attached and self.capabilities(gen).live_resize is Way.NONE:
             raise exc.Busy(
                 f"backend {self.name!r}: volume {volume['id']} is attached, and "
-                f"volumes of type {gen.handle.get('type_name')!r} grow only while they are not",
+                f"volumes of type {gen.handle.get('type_name')!r} grow only while "
+                f"they are not",
                 volume=volume["id"],
             )
         with self._free(gen, volume):
@@ -915,7 +924,7 @@ class CinderBackend(Backend):
                 made: JSON = self._cinder.ask(
                     f"take a snapshot of volume {volume['id']}",
                     lambda spoken: spoken.volume_snapshots.create(
-                        volume["id"], force=_force(self._cinder.version), name=name
+                        volume["id"], name=name, **_force(self._cinder.version)
                     ).to_dict(),
                     again=False,
                 )
@@ -1113,6 +1122,14 @@ def gen_with(gen: Generation, handle: Handle) -> Generation:
     return dataclasses.replace(gen, handle=handle)
 
 
+def _facts(fill: Fill) -> Handle:
+    """A volume from a snapshot is of the type of what the snapshot is of."""
+    if not isinstance(fill, FromSnapshot):
+        return {}
+    keys = ("type", "type_name", "protocol", "grows", "multiattach", "zone")
+    return {key: value for key, value in fill.generation.handle.items() if key in keys}
+
+
 def _at_rest(volume: JSON | None) -> bool:
     return volume is None or volume["status"] not in _PASSING - {"deleting"}
 
@@ -1128,6 +1145,6 @@ def _image_of(fill: Fill) -> ImageInfo | None:
     return fill.image.info if isinstance(fill, FromImage) else None
 
 
-def _force(version: tuple[int, int]) -> bool:
-    # Since 3.66 it is neither needed nor taken.
-    return version < (3, 66)
+def _force(version: tuple[int, int]) -> dict[str, bool]:
+    # An attached one needs it; since 3.66 none does, and it is not taken.
+    return {"force": True} if version < (3, 66) else {}

@@ -91,6 +91,7 @@ class SlowRemoteBackend(Backend):
     """Volumes of a remote server, reached as files of this host."""
 
     VOLUME_TYPES = True
+    TWINS = True
     OPTIONS: ClassVar[Sequence[cfg.Opt]] = [
         cfg.StrOpt("folder", help="Folder of the server."),
         cfg.FloatOpt("delay", default=0.02, help="Seconds that it takes to create."),
@@ -241,10 +242,14 @@ class SlowRemoteBackend(Backend):
                 raise exc.StorageUnavailable(f"volume {volume.id} is still being made")
             time.sleep(_WAIT)
 
-    def _drop_twins(self, gen: Generation, keep: str) -> None:
-        for twin in self._mine(gen):
-            if twin.id != keep:
-                self._again(functools.partial(self._server.delete, twin.id))
+    def drop_twins(self, gen: Generation) -> int:
+        return self._drop_twins(gen, str(gen.handle["id"]))
+
+    def _drop_twins(self, gen: Generation, keep: str) -> int:
+        twins = [each for each in self._mine(gen) if each.id != keep]
+        for twin in twins:
+            self._again(functools.partial(self._server.delete, twin.id))
+        return len(twins)
 
     def _fill(self, gen: Generation, volume: Volume, fill: Fill) -> Path:
         target = self._server.path(volume)
