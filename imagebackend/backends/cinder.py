@@ -456,8 +456,7 @@ class Cinder:
             return self.ask(
                 "list pools",
                 lambda spoken: [
-                    {"name": each.name, "capabilities": _plain(each)}
-                    for each in spoken.pools.list(detailed=True)
+                    _plain(each) for each in spoken.pools.list(detailed=True)
                 ],
             )
         except exc.ConfigError as error:

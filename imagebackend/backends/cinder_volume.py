@@ -144,7 +144,8 @@ class CinderBackend(Backend):
     def capabilities(self, at: Placement | Generation) -> Capabilities:
         facts = at.handle
         files = attaching.is_file(facts.get("protocol", ""))
-        grows = facts.get("grows", True) and not files
+        known = bool(facts.get("protocol"))
+        grows = facts.get("grows", True) and known and not files
         chosen = self.options.grow_attached.get(facts.get("type_name", ""))
         if chosen is not None:
             grows = chosen.strip().lower() in ("true", "1", "yes", "on")
@@ -820,7 +821,8 @@ class CinderBackend(Backend):
                 volume=volume["id"],
             )
         with self._free(gen, volume):
-            return self._extend(volume["id"], wanted) * GiB
+            size = self._extend(volume["id"], wanted)
+        return size * GiB
 
     def _extend(self, volume_id: str, wanted: int) -> int:
         what = f"grow volume {volume_id} to {wanted} GiB"
@@ -980,8 +982,11 @@ class CinderBackend(Backend):
         volume = self._find(gen)
         if volume is None:
             return
-        for each in self._snapshots(volume, _SNAPSHOT + snap.id):
-            self._drop_snapshot(each)
+        found = self._snapshots(volume, _SNAPSHOT + snap.id)
+        if found:
+            with self._free(gen, volume):
+                for each in found:
+                    self._drop_snapshot(each)
 
     def _drop_snapshots(self, volume: JSON) -> None:
         """:raises Busy: there are snapshots of somebody else's."""
