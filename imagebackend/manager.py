@@ -35,6 +35,7 @@ from imagebackend.model import (
     Disk,
     DiskSpec,
     Finding,
+    Flavor,
     ImageInfo,
     Instance,
     Inventory,
@@ -323,9 +324,16 @@ class DiskManager:
         """This host's backends, and the drivers that are installed beside them."""
         return check_action.backends(self._ctx)
 
-    def check(self) -> Iterator[Finding]:
-        """Can this host work as it is configured? Changes nothing."""
-        return check_action.check(self._ctx)
+    def check(
+        self, flavors: Sequence[Flavor] = (), *, project_id: str = ""
+    ) -> Iterator[Finding]:
+        """Can this host work as it is configured? Changes nothing.
+
+        :param flavors: say of each where its disks would go.
+        :param project_id: whose instances they would be, and whose volume types are
+            told.
+        """
+        return check_action.check(self._ctx, flavors, project_id)
 
     def upgrade_store(self) -> tuple[str | None, str]:
         """Bring the store's schema up to date; its revision before and after."""

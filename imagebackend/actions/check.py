@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from imagebackend import conf as options
 from imagebackend import exceptions as exc
@@ -16,7 +18,14 @@ from imagebackend.actions.context import Context
 from imagebackend.backends.loader import Backends, installed
 from imagebackend.libvirt import guest, xml
 from imagebackend.local_files import can_be_made, nearest
-from imagebackend.model import BackendStatus, Finding, Severity
+from imagebackend.model import (
+    BackendStatus,
+    Finding,
+    Flavor,
+    Instance,
+    MiB,
+    Severity,
+)
 from imagebackend.store.schema import REVISION
 
 
@@ -66,7 +75,9 @@ def _lost(ctx: Context) -> dict[str, list[Finding]]:
     return found
 
 
-def check(ctx: Context) -> Iterator[Finding]:
+def check(
+    ctx: Context, flavors: Sequence[Flavor] = (), project_id: str = ""
+) -> Iterator[Finding]:
     """See :meth:`imagebackend.manager.DiskManager.check`."""
     yield from _unknown_options(ctx)
     yield from _guarded("state path", lambda: _state_path(ctx))
@@ -91,6 +102,43 @@ def check(ctx: Context) -> Iterator[Finding]:
             error.message,
             "needed only for running guests, and for the secrets of disks in Ceph",
         )
+    if project_id:
+        yield from _volume_types(ctx, project_id)
+    for flavor in flavors:
+        yield from _guarded(
+            f"flavor {flavor.name}", partial(_places, ctx, flavor, project_id)
+        )
+
+
+def _volume_types(ctx: Context, project_id: str) -> Iterator[Finding]:
+    """Which of them the project may use, where there are any."""
+    backends = _without_store(ctx)
+    for name in ctx.backends.names:
+        with contextlib.suppress(exc.HostError):
+            if ctx.backends.driver(name).VOLUME_TYPES:
+                yield from _guarded(
+                    f"project {project_id}",
+                    partial(_usable_types, backends, name, project_id),
+                )
+
+
+def _usable_types(backends: Backends, name: str, project_id: str) -> str:
+    types = ", ".join(sorted(backends.get(name).volume_types(project_id)))
+    return f"may use volume types {types or 'of none'} of backend {name}"
+
+
+def _places(ctx: Context, flavor: Flavor, project_id: str) -> str:
+    """Where the disks would go, without an image."""
+    instance = Instance(str(uuid.uuid4()), project_id, flavor=flavor)
+    selection = ctx.selection(effects=False, backends=_without_store(ctx))
+    found = []
+    for wanted in selection.wanted(instance, ()):
+        if wanted.recipe is not None:
+            placement = selection.place(wanted.recipe, instance, None)
+            kind = placement.handle.get("type_name") or placement.handle.get("pool")
+            where = f"{placement.backend} ({kind})" if kind else placement.backend
+            found.append(f"{wanted.name} {placement.size // MiB} MiB to {where}")
+    return ", ".join(found) or "has no disks of a size of its own"
 
 
 def _guarded(subject: str, check: Callable[[], str]) -> Iterator[Finding]:

@@ -150,11 +150,19 @@ class Context:
                 info = dataclasses.replace(info, virtual_size=cached.virtual_size)
         return info
 
-    def selection(self, auth: Any = None, *, effects: bool = True) -> Selection:
-        """:param effects: an image may be copied to where a storage can clone it."""
+    def selection(
+        self,
+        auth: Any = None,
+        *,
+        effects: bool = True,
+        backends: Backends | None = None,
+    ) -> Selection:
+        """:param effects: an image may be copied to where a storage can clone it.
+        :param backends: others than this host's loaded ones.
+        """
         return Selection(
             self.conf,
-            self.backends,
+            backends or self.backends,
             lambda image_id, project_id: self.image(image_id, project_id, auth),
             self._base_size,
             lambda image: self.source.locations(image, auth=auth, copy=effects),

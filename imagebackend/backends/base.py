@@ -319,6 +319,11 @@ class Backend(abc.ABC):
     def capacity(self) -> Sequence[Inventory]:
         """Room. Starts no child process, opens no object."""
 
+    def volume_types(self, project_id: str) -> Sequence[str]:
+        """Names of the volume types that a project may use."""
+        _ = project_id
+        return ()
+
     def drop_twins(self, gen: Generation) -> int:
         """Remove what has the generation's marker beside the object that is recorded,
         and only what is certainly ours.

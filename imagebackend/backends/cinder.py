@@ -87,19 +87,24 @@ class Cinder:
     """One Cinder, as the service user of a group of options. Keeps its arguments.
 
     :param group: the backend's name, which is that of the group.
+    :param mine: metadata that volumes have which this host makes.
     """
 
-    def __init__(self, group: str, conf: cfg.ConfigOpts) -> None:
+    def __init__(
+        self,
+        group: str,
+        conf: cfg.ConfigOpts,
+        mine: Callable[[], Mapping[str, str]],
+    ) -> None:
         self.group = group
         self.conf = conf
+        self._mine = mine
         self._lock = threading.Lock()
         self._made: _Made | None = None
         self._facts: dict[str, tuple[float, Any]] = {}
         self.poller: Poller[JSON] = Poller(
             self._look, self._options.poll_first, self._options.poll_longest
         )
-        #: Restricts the list that the poller asks for; set by the owner.
-        self.list_filter: Mapping[str, str] = {}
 
     @property
     def _options(self) -> cfg.ConfigOpts.GroupAttr:
@@ -127,6 +132,14 @@ class Cinder:
     def version(self) -> tuple[int, int]:
         """The microversion that is spoken."""
         return self._connected().version
+
+    @property
+    def roles(self) -> set[str]:
+        """The service user's, in its project."""
+        session: Any = self._connected().session
+        with self._errors("read this user's roles"):
+            access = session.auth.user_auth.get_access(session)
+            return set(access.role_names)
 
     def _connected(self) -> _Made:
         with self._lock:
@@ -335,7 +348,7 @@ class Cinder:
         """Many things by one list, and only what is not in it one by one."""
         found: dict[str, JSON | None] = {}
         if len(keys) > _FEW:
-            for each in self.volumes(**self.list_filter):
+            for each in self.volumes(**self._mine()):
                 found[each["id"]] = each
         for key in keys:
             if key not in found:

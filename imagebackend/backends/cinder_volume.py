@@ -56,6 +56,7 @@ from imagebackend.model import (
     Marker,
     Path,
     Placement,
+    Role,
     Secret,
     Severity,
     Snapshot,
@@ -87,6 +88,9 @@ _PASSING = frozenset(
         *("restoring-backup", "awaiting-transfer"),
     )
 )
+#: Of users whose tokens count as a service's.
+_SERVICE_ROLE = "service"
+_A_DISK = Want(GiB, Role.ROOT, None, "")
 #: Seconds between two tries at something that Cinder cannot do at the moment.
 _PAUSE = 0.5
 #: Seconds for which what a thread has just read of a volume is still so.
@@ -117,12 +121,11 @@ class CinderBackend(Backend):
     def _cinder(self) -> Cinder:
         with self._lock:
             if self._made is None:
-                self._made = Cinder(self.name, self.conf)
-                self._made.list_filter = {
-                    _DEPLOYMENT: self.deployment_id,
-                    _HOST: Host(self.conf).id,
-                }
+                self._made = Cinder(self.name, self.conf, self._of_this_host)
             return self._made
+
+    def _of_this_host(self) -> dict[str, str]:
+        return {_DEPLOYMENT: self.deployment_id, _HOST: Host(self.conf).id}
 
     def close(self) -> None:
         with self._lock:
@@ -137,9 +140,42 @@ class CinderBackend(Backend):
             version = ".".join(map(str, self._cinder.version))
             what = f"Cinder {version} at {self._cinder.endpoint}"
             names = ", ".join(sorted(each["name"] for each in self._cinder.types()))
+            default = self._type(_A_DISK).name
         except exc.ImageBackendError as error:
             return [Finding(Severity.ERROR, self.name, error.message)]
-        return [Finding(Severity.OK, self.name, f"{what} has volume types {names}")]
+        answer = f"{what} has volume types {names}, {default} by default"
+        return [Finding(Severity.OK, self.name, answer), *self._check_rights()]
+
+    def _check_rights(self) -> Iterator[Finding]:
+        """Cinder goes by the roles of who asks."""
+        roles = self._cinder.roles
+        if _SERVICE_ROLE in roles:
+            yield Finding(Severity.OK, self.name, "the service token is accepted")
+        else:
+            yield Finding(
+                Severity.ERROR,
+                self.name,
+                f"the user of [{self.name}] has the roles {', '.join(sorted(roles))}",
+                f"give it the role {_SERVICE_ROLE}: without a service token Cinder "
+                f"refuses to let go of volumes (OSSA-2023-003)",
+            )
+        if not self._cinder.pools():
+            yield Finding(
+                Severity.WARNING,
+                self.name,
+                f"the user of [{self.name}] may not ask for pools",
+                "give it the role admin, or allow scheduler_extension:scheduler_stats"
+                ":get_pools; until then no disk grows while its guest runs, unless "
+                "grow_attached says that its type can",
+            )
+        if self.options.owner != "service":
+            yield Finding(
+                Severity.WARNING,
+                self.name,
+                f"[{self.name}] owner is tenant: users see the volumes of their "
+                f"instances, and can detach and delete them unless a Nova vouches for "
+                f"the instance",
+            )
 
     def capabilities(self, at: Placement | Generation) -> Capabilities:
         facts = at.handle
@@ -251,15 +287,19 @@ class CinderBackend(Backend):
         trusted = not want.volume_type and self.options.owner == "service"
         if found and (trusted or self._may_use(found[0], want.project_id)):
             return cinder.described(found[0])
-        allowed = [
-            each["name"] for each in listed if self._may_use(each, want.project_id)
-        ]
+        allowed = sorted(self._usable(listed, want.project_id))
         raise exc.PlacementRefused(
             f"backend {self.name!r}: there is no volume type {wanted!r} that project "
-            f"{want.project_id!r} may use: it may use {', '.join(sorted(allowed))}",
+            f"{want.project_id!r} may use: it may use {', '.join(allowed)}",
             volume_type=wanted,
-            accepted=sorted(allowed),
+            accepted=allowed,
         )
+
+    def volume_types(self, project_id: str) -> Sequence[str]:
+        return self._usable(self._cinder.types(), project_id)
+
+    def _usable(self, listed: Sequence[JSON], project_id: str) -> list[str]:
+        return [each["name"] for each in listed if self._may_use(each, project_id)]
 
     def _may_use(self, raw: JSON, project_id: str) -> bool:
         if raw.get("os-volume-type-access:is_public", raw.get("is_public")):

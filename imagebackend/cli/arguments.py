@@ -111,19 +111,40 @@ def disk_spec(text: str) -> DiskSpec:
 
 def flavor_file(path: str) -> Flavor:
     """A flavor from a JSON file: ours, or what Nova and its clients show."""
-    from imagebackend.model import Flavor
+    return _flavor(path, _json(path))
 
+
+def flavors_file(path: str) -> list[Flavor]:
+    """Several of them, as ``openstack flavor list --long -f json`` prints them; one is
+    a list too."""
+    says = _json(path)
+    if isinstance(says, dict):
+        says = says.get("flavors", [says])
+    if not isinstance(says, list):
+        raise argparse.ArgumentTypeError(f"{path} does not hold a JSON array")
+    return [_flavor(path, each) for each in says]
+
+
+def _json(path: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
-            says = json.load(file)
+            return json.load(file)
     except OSError as error:
         raise argparse.ArgumentTypeError(
             f"cannot read {path}: {error.strerror or error}"
         ) from None
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{path} is not JSON: {error}") from None
+
+
+def _flavor(path: str, says: Any) -> Flavor:
+    from imagebackend.model import Flavor
+
     if not isinstance(says, dict):
         raise argparse.ArgumentTypeError(f"{path} does not hold a JSON object")
+    # In a list the client writes Disk, in a single one disk.
+    if "Disk" in says:
+        says = {key.lower(): value for key, value in says.items()}
     values = _of_nova(says) if "disk" in says else dict(says)
     known = {field.name for field in dataclasses.fields(Flavor)}
     if set(values) - known:

@@ -21,6 +21,7 @@ from imagebackend.cli.base import Command
 if TYPE_CHECKING:
     from oslo_config import cfg
 
+    from imagebackend.libvirt.guest import Guest
     from imagebackend.manager import DiskManager
     from imagebackend.model import Instance
     from imagebackend.testing.guest_image import Report
@@ -58,6 +59,11 @@ class Demo(Command):
             "configuration, whose options are taken from there (default: "
             "%(default)s)",
         )
+        parser.add_argument(
+            "--volume-type",
+            metavar="TYPE",
+            help="volume type of the disks, where the storage has such",
+        )
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         # Where QEMU, as another user, may go: a home folder may be closed to it.
@@ -71,7 +77,7 @@ class Demo(Command):
                 parsed_args.guest_image,
                 os.path.join(folder, "images", f"{_IMAGE}.qcow2"),
             )
-            _Story(self, folder, parsed_args.backend).tell()
+            _Story(self, folder, parsed_args.backend, parsed_args.volume_type).tell()
         finally:
             shutil.rmtree(folder)
 
@@ -82,7 +88,9 @@ class Demo(Command):
 class _Story:
     """The steps, in the order in which they are told."""
 
-    def __init__(self, demo: Demo, folder: str, backend: str) -> None:
+    def __init__(
+        self, demo: Demo, folder: str, backend: str, volume_type: str | None
+    ) -> None:
         from imagebackend.manager import DiskManager
         from imagebackend.model import Flavor, Instance
 
@@ -90,14 +98,17 @@ class _Story:
         self._folder = folder
         self._conf = _configuration(folder, backend, demo.app.conf)
         self._manager: DiskManager = DiskManager(self._conf)
+        specs = {"imagebackend:volume_type": volume_type} if volume_type else {}
         self._number = 0
         self._began = time.monotonic()
         self._instance: Instance = Instance(
             id=str(uuid.uuid4()),
             project_id="demo",
             image=_IMAGE,
-            flavor=Flavor("small", root_gb=1, swap_mb=64),
+            flavor=Flavor("small", root_gb=1, swap_mb=64, extra_specs=specs),
         )
+        #: Bytes of the instance's disks on this host's own file systems, at most.
+        self._local = 0
 
     def tell(self) -> None:
         from imagebackend.libvirt import secret
@@ -139,11 +150,7 @@ class _Story:
             self._step(
                 "grow, running", "flavor: root 2 GiB; the guest sees it at once:"
             )
-            self._larger(2)
-            self._manager.resize(self._instance, running)
-            guest.command("disks")
-            self._guest_says(guest.report())
-            _expect(guest.report(), boot=2, root=2 << 30)
+            self._grow(guest, running)
             self._step(
                 "snapshot, running", "its root disk as an image; it goes on running"
             )
@@ -152,7 +159,23 @@ class _Story:
             )
             self._line(info.id, f"{output.size(info.size or 0):>9}  {info.disk_format}")
 
+    def _grow(self, guest: TestGuest, running: Guest) -> None:
+        from imagebackend.exceptions import NotSupported
+
+        self._larger(2)
+        try:
+            self._manager.resize(self._instance, running)
+        except NotSupported as error:
+            self._line("refused", error.message)
+            self._line("", "so it grows before the rebuild")
+            return
+        guest.command("disks")
+        self._guest_says(guest.report())
+        _expect(guest.report(), boot=2, root=2 << 30)
+
     def _rebuild(self) -> None:
+        # Where it has grown already there is nothing to do.
+        self._manager.resize(self._instance)
         self._step("rebuild", "from the image again: new objects, the same serials")
         for each in self._manager.rebuild(self._instance).recreated:
             self._line(each.name, f"{output.size(each.size):>9}  serial {each.disk_id}")
@@ -165,6 +188,7 @@ class _Story:
         from imagebackend.model import Severity
 
         self._step("destroy", f"{deleted} disks deleted")
+        self._line("this host's disk", f"{output.size(self._local):>9}  at most")
         files = [
             name
             for _, _, names in os.walk(os.path.join(self._folder, "instances"))
@@ -199,6 +223,7 @@ class _Story:
             ) as guest:
                 guest.start()
                 yield guest
+                self._local = max(self._local, _taken(self._folder))
                 guest.poweroff()
         finally:
             self._manager.disconnect(self._instance.id)
@@ -248,7 +273,21 @@ def _configuration(folder: str, backend: str, theirs: cfg.ConfigOpts) -> cfg.Con
         conf.register_opts(all_, group=backend)
         for option in all_:
             conf.set_override(option.dest, theirs[backend][option.dest], backend)
+        if "mount_path" in conf[backend] and not conf[backend].mount_path:
+            # What is mounted outlives the demo's folder.
+            mounts = os.path.join(theirs.imagebackend.state_path, "mnt")
+            conf.set_override("mount_path", mounts, backend)
     return conf
+
+
+def _taken(folder: str) -> int:
+    """Bytes that instances' disks take on this host's own file systems."""
+    return sum(
+        os.stat(os.path.join(where, name)).st_blocks * 512
+        for where, _, names in os.walk(os.path.join(folder, "instances"))
+        for name in names
+        if not name.startswith(".folder-id")
+    )
 
 
 def _expect(report: Report, *, boot: int, root: int = 1 << 30) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from imagebackend.cli import base, output
+from imagebackend.cli.arguments import flavors_file
 
 if TYPE_CHECKING:
     from imagebackend.model import Finding, Severity
@@ -112,8 +113,25 @@ class ConfigCheck(base.FindingLister):
 
     EMPTY = "nothing to complain of"
 
-    def findings(self, _parsed_args: argparse.Namespace) -> Iterable[Finding]:
-        return self.manager.check()
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--flavors",
+            metavar="FILE",
+            type=flavors_file,
+            default=[],
+            help="also say where the disks of each of these flavors would go: a JSON "
+            "array, or what `openstack flavor list --long -f json` prints",
+        )
+        parser.add_argument(
+            "--project",
+            metavar="ID",
+            default="",
+            help="the project whose instances they would be",
+        )
+
+    def findings(self, parsed_args: argparse.Namespace) -> Iterable[Finding]:
+        return self.manager.check(parsed_args.flavors, project_id=parsed_args.project)
 
 
 class DbUpgrade(base.ShowOne):

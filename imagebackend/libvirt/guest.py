@@ -26,6 +26,8 @@ _AGENT = "org.qemu.guest_agent.0"
 _AGENT_TIMEOUT = 30
 _FIRST_LOOK = 0.01
 _LAST_LOOK = 0.5
+#: Seconds in which a job that was told to end does.
+_ABORT = 30.0
 
 
 @runtime_checkable
@@ -231,12 +233,20 @@ def abort_leftover_job(conf: cfg.ConfigOpts, uuid: str) -> bool:
     :raises HypervisorError: libvirt does not answer.
     """
     libvirt = library()
+    backup = libvirt.VIR_DOMAIN_JOB_OPERATION_BACKUP
     try:
         domain = connect(conf).lookupByUUIDString(uuid)
-        stats = domain.jobStats()
-        if stats.get("operation") != libvirt.VIR_DOMAIN_JOB_OPERATION_BACKUP:
+        if domain.jobStats().get("operation") != backup:
             return False
         domain.abortJob()
+        # It ends in its own time, and writes until then.
+        deadline = time.monotonic() + _ABORT
+        while domain.jobStats().get("operation") == backup:
+            if time.monotonic() > deadline:
+                raise exc.HypervisorError(
+                    f"the backup of guest {uuid} does not end after {_ABORT:.0f} s"
+                )
+            time.sleep(0.05)
     except libvirt.libvirtError as error:
         if error.get_error_code() in (
             libvirt.VIR_ERR_NO_DOMAIN,

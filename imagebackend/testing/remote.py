@@ -120,6 +120,9 @@ class SlowRemoteBackend(Backend):
     def capabilities(self, at: Placement | Generation) -> Capabilities:
         return TYPES[self._type(at.handle)]
 
+    def volume_types(self, project_id: str) -> Sequence[str]:
+        return list(TYPES)
+
     def _type(self, handle: Handle) -> str:
         return str(handle.get("type") or self.options.default_type)
 

@@ -451,7 +451,9 @@ def test_a_disk_that_is_being_made_needs_an_entry_once_something_of_it_is_record
     store = manager._ctx.store
     real = Qcow2Backend.create
 
-    def create(self: Qcow2Backend, gen: Any, fill: Any, record: Any) -> Any:
+    def create(
+        self: Qcow2Backend, gen: Any, fill: Any, record: Any, **more: Any
+    ) -> Any:
         def recorded(handle: Any) -> None:
             record(handle)
             look()

@@ -53,7 +53,7 @@ def test_the_sample_file_has_every_option(tmp_path: Path) -> None:
     text = sample.read_text()
     for group, options in imagebackend.conf.list_opts():
         assert f"[{group.name}]" in text
-        assert all(f"#{option.name} = " in text for option in options)
+        assert all(f"#{option.name} =" in text for option in options)
 
 
 def test_two_configurations_in_one_process_are_two(make_host: object) -> None:

@@ -127,7 +127,7 @@ def test_a_driver_that_cannot_be_loaded_fails_alone(
     wanted: str,
 ) -> None:
     install("needy", "needy_driver", code)
-    host.set("enabled_backends", ["needy", "raw"])
+    host.set("enabled_backends", ["cinder", "needy", "raw"])
     for _ in range(2):
         with pytest.raises(kind, match=wanted) as caught:
             backends.get("needy")
@@ -135,7 +135,7 @@ def test_a_driver_that_cannot_be_loaded_fails_alone(
     if kind is exc.MissingDependency:
         assert "install what it needs" in caught.value.message
     assert backends.get("raw").name == "raw"
-    assert installed() == ["needy", "qcow2", "raw", "rbd"]
+    assert installed() == ["cinder", "needy", "qcow2", "raw", "rbd"]
 
 
 def test_listing_the_drivers_imports_none(install: Install) -> None:

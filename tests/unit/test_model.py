@@ -176,14 +176,16 @@ ARROWS = {
     "processes": {"exceptions"},
     "local_files": {"exceptions", "model"},
     "host": {"exceptions", "model", "processes", "local_files"},
+    "keystone": {"exceptions", "conf"},
     "validation": {"exceptions", "model"},
     "qemu_img": {"exceptions", "model", "processes", "conf"},
     "images": {
         *("exceptions", "model", "processes", "local_files", "host", "qemu_img"),
-        "conf",
+        *("conf", "keystone"),
     },
     "backends": {
         *("exceptions", "model", "processes", "local_files", "qemu_img", "conf"),
+        *("host", "keystone"),
     },
     "libvirt": {"exceptions", "model"},
     "store": {"exceptions", "model", "processes", "host", "local_files"},
