@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import ceph
+from benchmarks import ceph, cinder
 from benchmarks.measure import (
     BenchHost,
     Result,
@@ -223,6 +223,7 @@ CASES: dict[str, Case] = {
     "many-disks": many_disks,
     "start-up": start_up,
     **ceph.CASES,
+    **cinder.CASES,
 }
 
 

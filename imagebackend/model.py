@@ -531,12 +531,21 @@ class Way(enum.StrEnum):
     NONE = "none"
 
 
+class InPlace(enum.StrEnum):
+    """When a rebuild fills the present object anew, instead of making another one."""
+
+    NEVER = "never"
+    WHEN_FULL = "when-full"  # there is no room, or no quota, for a second object
+    ALWAYS = "always"
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What can be done with a disk, or at a place.
 
     :ivar granularity: sizes are multiples of it, bytes.
     :ivar formats: formats that an object here may have.
+    :ivar in_place: how the operator wants rebuilds; needs ``reimage``.
     """
 
     live_resize: Way = Way.NONE
@@ -549,6 +558,7 @@ class Capabilities:
     flatten: bool = False
     granularity: int = 512
     formats: Sequence[str] = ("raw",)
+    in_place: InPlace = InPlace.NEVER
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,8 @@ from imagebackend.store.rows import (
 )
 
 LOG = log.getLogger(__name__)
+#: Why a disk whose content is being destroyed before there is a new one is what it is.
+IN_PLACE = "its content is being replaced in place"
 
 
 class Context:
@@ -225,7 +227,7 @@ class Context:
     ) -> Creation:
         """Create the object of a committed row. What came of it is for the caller to
         commit, with whatever else becomes true at the same moment."""
-        with self._fill(row, recipe, image, auth, progress) as fill:
+        with self.fill(row, recipe, image, auth, progress) as fill:
             return self.backend(row).create(
                 self.generation(row), fill, self.recorder(row), auth=auth
             )
@@ -238,7 +240,7 @@ class Context:
         return record
 
     @contextlib.contextmanager
-    def _fill(
+    def fill(
         self,
         row: GenerationRow,
         recipe: Recipe,
@@ -412,10 +414,11 @@ def free(row: DiskRow, verb: str) -> DiskRow:
             disk=row.id,
             operation=row.operation_id,
         )
-    if row.state is DiskState.FAILED and verb not in ("destroy", "delete"):
+    # A rebuild replaces whatever is wrong with a disk.
+    if row.state is DiskState.FAILED and verb not in ("destroy", "delete", "rebuild"):
         raise exc.Conflict(
-            f"cannot {verb} disk {row.id}: it failed ({row.reason}): destroy its "
-            f"instance, or delete the disk if none has it",
+            f"cannot {verb} disk {row.id}: it failed ({row.reason}): rebuild or "
+            f"destroy its instance, or delete the disk if none has it",
             disk=row.id,
             reason=row.reason,
         )
@@ -427,7 +430,11 @@ def hold(
 ) -> DiskRow:
     """Into a running state; ``back`` says which one it came from."""
     return tx.update_disk(
-        row, state=state, back=str(row.state), operation_id=operation.id, reason=""
+        row,
+        state=state,
+        back=str(row.state),
+        operation_id=operation.id,
+        reason=row.reason if row.state is DiskState.FAILED else "",
     )
 
 

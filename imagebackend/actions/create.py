@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import exc as sa_exc
@@ -321,7 +321,9 @@ class Batch:
         """Make all objects that were announced."""
         changes = []
         for name, recipe, image, row in self._new:
-            made = self._ctx.make(row, recipe, image, self._auth, self._progress)
+            made = self._made.get(row.id) or self._ctx.make(
+                row, recipe, image, self._auth, self._progress
+            )
             self._made[row.id] = made
             changes.append(
                 DiskChange(
@@ -329,6 +331,12 @@ class Batch:
                 )
             )
         return tuple(changes)
+
+    def forget(self, disks: Collection[str]) -> list[GenerationRow]:
+        """Leave these disks out after all; their rows, for the caller to drop."""
+        left = [row for _, _, _, row in self._new if row.disk_id in disks]
+        self._new = [each for each in self._new if each[3] not in left]
+        return left
 
     def complete(self, tx: Transaction) -> tuple[DiskChange, ...]:
         """What was made becomes current, and new disks ready; existing disks, which

@@ -13,9 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+from oslo_log import log
+
 from imagebackend import exceptions as exc
 from imagebackend import model
 from imagebackend.actions.context import (
+    IN_PLACE,
     Context,
     free,
     hold,
@@ -26,7 +29,8 @@ from imagebackend.actions.context import (
 )
 from imagebackend.actions.create import Batch, create, request_text
 from imagebackend.actions.places import must_be_whole, place
-from imagebackend.actions.settle import begin, pay_debts
+from imagebackend.actions.settle import begin, drop_generation, pay_debts
+from imagebackend.backends.base import FromImage
 from imagebackend.model import (
     Change,
     DiskChange,
@@ -35,6 +39,7 @@ from imagebackend.model import (
     GenerationState,
     Handle,
     ImageInfo,
+    InPlace,
     Instance,
     Lifecycle,
     ProgressCallback,
@@ -50,6 +55,7 @@ from imagebackend.store.rows import (
 )
 from imagebackend.validation import file_size
 
+LOG = log.getLogger(__name__)
 Present = list[tuple[OwnerRow, DiskRow]]
 
 
@@ -61,12 +67,37 @@ class _Steps:
     recreate: list[tuple[OwnerRow, DiskRow, Recipe, ImageInfo | None]] = (
         dataclasses.field(default_factory=list)
     )
+    in_place: list[tuple[OwnerRow, DiskRow, Recipe, ImageInfo | None]] = (
+        dataclasses.field(default_factory=list)
+    )
     grow: list[tuple[OwnerRow, DiskRow, Recipe]] = dataclasses.field(
         default_factory=list
     )
     keep: Present = dataclasses.field(default_factory=list)
     delete: Present = dataclasses.field(default_factory=list)
     detach: Present = dataclasses.field(default_factory=list)
+
+    def move_in_place(
+        self, ctx: Context, when: InPlace
+    ) -> list[tuple[OwnerRow, DiskRow, Recipe, ImageInfo | None]]:
+        """Disks that are to be re-created, and that the operator wants filled where
+        they are: of the same size and in the same place."""
+        moved = [each for each in self.recreate if _stays(ctx, *each[1:], when)]
+        self.recreate = [each for each in self.recreate if each not in moved]
+        self.in_place += moved
+        return moved
+
+
+def _stays(
+    ctx: Context, disk: DiskRow, recipe: Recipe, image: ImageInfo | None, when: InPlace
+) -> bool:
+    present = recipe_of(disk)
+    same = dataclasses.replace(present, image=recipe.image, quiesce=recipe.quiesce)
+    if image is None or same != recipe or disk.shareable:
+        return False
+    row = _object(ctx, disk)
+    found = ctx.backend(row).capabilities(ctx.generation(row))
+    return found.reimage and found.in_place is when
 
 
 def taint(ctx: Context, instance_id: str) -> None:
@@ -100,7 +131,7 @@ def rebuild(
         steps = _Steps()
         for owner, disk in present:
             if disk.lifecycle is Lifecycle.PERSISTENT or disk.shareable:
-                steps.keep.append((owner, disk))
+                steps.keep.append((owner, free(disk, "keep")))
                 continue
             recipe = recipe_of(disk)
             if recipe.role is model.Role.ROOT and new_root is not None:
@@ -275,6 +306,7 @@ def _apply(
         *((owner, disk) for owner, disk, _, _ in steps.recreate),
         *steps.delete,
     ]
+    steps.move_in_place(ctx, InPlace.ALWAYS)
     growing = [(owner, disk) for owner, disk, _ in steps.grow]
     for owner, disk in [*leaving, *steps.detach, *growing]:
         must_be_idle(ctx, disk, owner, patient=True)
@@ -288,20 +320,24 @@ def _apply(
         place(ctx, selection, recipe, instance, image)
         for _, _, recipe, image in steps.recreate
     ]
+    for _, _, recipe, image in steps.in_place:
+        place(ctx, selection, recipe, instance, image)
     old = {disk.id: _handle(ctx, disk) for _, disk in leaving}
     with ctx.store.writing() as tx:
         batch.announce(tx, steps.create, placements, present)
         for (owner, disk, recipe, image), placement in zip(
             steps.recreate, replacements, strict=True
         ):
-            held = hold(tx, disk, DiskState.REPLACING, operation)
-            tx.update_disk(held, spec=disk.spec)
+            hold(tx, disk, DiskState.REPLACING, operation)
             batch.replace(tx, owner, disk, recipe, image, placement)
-    made = batch.make()
-    # Last, since it is the one thing that cannot be taken back.
+    made = _make(ctx, batch, steps, operation)
+    # Last, since these are the things that cannot be taken back.
     grown = [_grow(ctx, operation, *each) for each in steps.grow]
     for owner, disk in [*leaving, *steps.detach]:
         release(ctx, disk, owner)
+    made += tuple(
+        _fill_in_place(ctx, operation, *each, auth, progress) for each in steps.in_place
+    )
     with ctx.store.writing() as tx:
         attached = batch.complete(tx)
         recreated_ids = _switch(tx, operation, steps)
@@ -327,6 +363,61 @@ def _apply(
     )
 
 
+def _make(
+    ctx: Context, batch: Batch, steps: _Steps, operation: Operation
+) -> tuple[DiskChange, ...]:
+    """All new objects. Where there is no room for a second one beside the present, and
+    the operator wants it so, the present one is to be filled in place."""
+    try:
+        return batch.make()
+    except exc.StorageFull as error:
+        moved = steps.move_in_place(ctx, InPlace.WHEN_FULL)
+        if not moved:
+            raise
+        LOG.warning("%s: the present disks are filled in place", error.message)
+        for row in batch.forget({disk.id for _, disk, _, _ in moved}):
+            drop_generation(ctx, row)
+            with ctx.store.writing() as tx:
+                if tx.generation(row.id) is not None:
+                    tx.delete(row)
+        with ctx.store.writing() as tx:
+            for _, disk, _, _ in moved:
+                held = tx.disk(disk.id)
+                if held is not None:
+                    settle_disk(tx, held)
+        return batch.make()
+
+
+def _fill_in_place(
+    ctx: Context,
+    operation: Operation,
+    owner: OwnerRow,
+    disk: DiskRow,
+    recipe: Recipe,
+    image: ImageInfo | None,
+    auth: Any,
+    progress: ProgressCallback | None,
+) -> DiskChange:
+    """Destroys before it makes, so the row says so before."""
+    row = _object(ctx, disk)
+    with ctx.store.writing() as tx:
+        held = hold(tx, tx.disk(disk.id) or disk, DiskState.REPLACING, operation)
+        held = tx.update_disk(held, reason=IN_PLACE)
+    with ctx.fill(row, recipe, image, auth, progress) as fill:
+        ctx.backend(row).reimage(ctx.generation(row), cast(FromImage, fill))
+    with ctx.store.writing() as tx:
+        tx.update_generation(row.id, image=recipe.image)
+        settle_disk(
+            tx,
+            held,
+            state=DiskState.READY,
+            reason="",
+            image=recipe.image,
+            spec=model.to_json(recipe),
+        )
+    return DiskChange(disk.id, owner.name, disk.size, old=row.handle, new=row.handle)
+
+
 def _switch(tx: Transaction, operation: Operation, steps: _Steps) -> set[str]:
     """New generations become current, the old ones debts: all disks at once."""
     recipes = {disk.id: recipe for _, disk, recipe, _ in steps.recreate}
@@ -342,12 +433,13 @@ def _switch(tx: Transaction, operation: Operation, steps: _Steps) -> set[str]:
             tx,
             disk,
             state=DiskState.READY,
+            reason="",
             generation_id=new.id,
             size=new.size,
             image=recipes[disk.id].image,
             spec=model.to_json(recipes[disk.id]),
         )
-    return set(recipes)
+    return set(recipes) | {disk.id for _, disk, _, _ in steps.in_place}
 
 
 def _owe(tx: Transaction, generation_id: str, operation: Operation) -> None:

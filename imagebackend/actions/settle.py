@@ -18,7 +18,7 @@ from oslo_log import log
 
 from imagebackend import exceptions as exc
 from imagebackend import model
-from imagebackend.actions.context import Context, settle_disk
+from imagebackend.actions.context import IN_PLACE, Context, settle_disk
 from imagebackend.libvirt import guest
 from imagebackend.model import (
     DiskState,
@@ -214,6 +214,12 @@ def _creating(ctx: Context, _operation: Operation, disk: DiskRow) -> str:
 
 
 def _replacing(ctx: Context, operation: Operation, disk: DiskRow) -> str:
+    if disk.reason == IN_PLACE:
+        raise exc.IntegrityError(
+            f"disk {disk.id} was being filled anew where it is, and has neither the "
+            f"old content nor the new: rebuild its instance again",
+            disk=disk.id,
+        )
     with ctx.store.reading() as rows:
         generations = rows.generations(disk.id)
     for row in generations:

@@ -7,6 +7,7 @@ device of this host. Connection info has passwords: it is used, and never kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -20,6 +21,7 @@ from oslo_config import cfg
 from oslo_log import log
 
 from imagebackend import exceptions as exc
+from imagebackend.backends import generic
 from imagebackend.model import (
     JSON,
     BlockSource,
@@ -120,6 +122,32 @@ def detach(
         _brick(conf, options, info, "detach")
 
 
+def users(
+    conf: cfg.ConfigOpts, options: cfg.ConfigOpts.GroupAttr, info: JSON
+) -> Sequence[str]:
+    """Who has the volume open, as far as this host can tell.
+
+    :raises StorageUnavailable: what could tell does not answer.
+    """
+    protocol = _protocol(info)
+    if protocol == _RBD:
+        source = _network(conf, options, info)
+        pool, _, name = source.name.partition("/")
+        try:
+            cluster = _cluster(conf, options, source.user or "")
+            with (
+                contextlib.closing(cluster),
+                cluster.image(pool, name, read_only=True) as image,
+            ):
+                return [f"client {each}" for each in image.watchers()]
+        except (exc.HostError, exc.ObjectMissing) as error:
+            LOG.debug("%s: not known who has %s open", error, source.name)
+            return ()
+    if is_file(protocol) and generic.qemu_has_open(_brick(conf, options, info, "find")):
+        return ("a QEMU of this host",)
+    return ()
+
+
 def secrets(
     conf: cfg.ConfigOpts, options: cfg.ConfigOpts.GroupAttr, source: Source
 ) -> Sequence[Secret]:
@@ -196,6 +224,8 @@ def _brick(
             if verb == "attach":
                 os.makedirs(mounts, mode=0o711, exist_ok=True)
                 return str(made.connect_volume(dict(info))["path"])
+            if verb == "find":
+                return str(made.get_volume_paths(dict(info))[0])
             made.disconnect_volume(dict(info), None, ignore_errors=False)
     except brick_exc.InvalidConnectorProtocol as error:
         raise exc.NotSupported(

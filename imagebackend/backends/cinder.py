@@ -87,14 +87,14 @@ class Cinder:
     """One Cinder, as the service user of a group of options. Keeps its arguments.
 
     :param group: the backend's name, which is that of the group.
-    :param mine: metadata that volumes have which this host makes.
+    :param mine: asks for the volumes that this host has made.
     """
 
     def __init__(
         self,
         group: str,
         conf: cfg.ConfigOpts,
-        mine: Callable[[], Mapping[str, str]],
+        mine: Callable[[], Sequence[JSON]],
     ) -> None:
         self.group = group
         self.conf = conf
@@ -348,7 +348,7 @@ class Cinder:
         """Many things by one list, and only what is not in it one by one."""
         found: dict[str, JSON | None] = {}
         if len(keys) > _FEW:
-            for each in self.volumes(**self._mine()):
+            for each in self._mine():
                 found[each["id"]] = each
         for key in keys:
             if key not in found:

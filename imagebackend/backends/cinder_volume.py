@@ -9,6 +9,7 @@ for others; each host that uses it has an attachment beside that reservation.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 import threading
@@ -32,6 +33,7 @@ from imagebackend.backends.base import (
 )
 from imagebackend.backends.cinder import (
     ATTACH_MODE,
+    REIMAGE,
     Cinder,
     VolumeType,
     project_of,
@@ -52,6 +54,7 @@ from imagebackend.model import (
     GiB,
     Handle,
     ImageInfo,
+    InPlace,
     Inventory,
     Marker,
     Path,
@@ -80,14 +83,16 @@ _SNAPSHOT = "imagebackend-"
 _SCHEME = "cinder"
 #: Name of the image source whose images Cinder knows too.
 _GLANCE = "glance"
-#: While it is in one of these, Cinder is at it.
+#: While it is in one of these, Cinder is at it. Of attaching and detaching a client is
+#: the one to end them.
 _PASSING = frozenset(
     (
-        *("creating", "downloading", "attaching", "detaching", "extending", "deleting"),
-        *("uploading", "retyping", "reverting", "maintenance", "backing-up"),
-        *("restoring-backup", "awaiting-transfer"),
+        *("creating", "downloading", "extending", "deleting", "uploading", "retyping"),
+        *("reverting", "maintenance", "backing-up", "restoring-backup"),
+        "awaiting-transfer",
     )
 )
+_USABLE = ("available", "reserved", "attaching", "detaching", "in-use")
 #: Of users whose tokens count as a service's.
 _SERVICE_ROLE = "service"
 _A_DISK = Want(GiB, Role.ROOT, None, "")
@@ -124,8 +129,11 @@ class CinderBackend(Backend):
                 self._made = Cinder(self.name, self.conf, self._of_this_host)
             return self._made
 
-    def _of_this_host(self) -> dict[str, str]:
-        return {_DEPLOYMENT: self.deployment_id, _HOST: Host(self.conf).id}
+    def _of_this_host(self) -> list[JSON]:
+        """The volumes that this host has made."""
+        everywhere = None if self.options.owner == "service" else ""
+        marks = {_DEPLOYMENT: self.deployment_id, _HOST: Host(self.conf).id}
+        return self._cinder.volumes(everywhere, **marks)
 
     def close(self) -> None:
         with self._lock:
@@ -190,7 +198,9 @@ class CinderBackend(Backend):
             live_snapshot=Way.HYPERVISOR if files else Way.STORAGE,
             shareable=bool(facts.get("multiattach")),
             snapshot=True,
+            reimage=True,
             granularity=GiB,
+            in_place=InPlace(self.options.rebuild),
         )
 
     def plan(self, want: Want) -> Placement:
@@ -370,7 +380,7 @@ class CinderBackend(Backend):
             record(handle)
             present = self._available(present, request.timeout)
             self._reserve(present, gen)
-            self._write(gen, handle, present, fill, record)
+            self._write(gen, handle, present, fill)
             if request.lost:
                 self._drop_twins(gen, volume_id)
             undo.pop_all()
@@ -468,33 +478,28 @@ class CinderBackend(Backend):
     def _whole(self, volume: JSON, fill: Fill) -> bool:
         return self._by_cinder(fill) or _FILLED in volume["metadata"]
 
-    def _write(
-        self,
-        gen: Generation,
-        handle: Handle,
-        volume: JSON,
-        fill: Fill,
-        record: Record,
-    ) -> None:
-        """What Cinder does not fill by itself. The attachment is in the handle for as
-        long, so that a delete knows whose it is."""
+    def _write(self, gen: Generation, handle: Handle, volume: JSON, fill: Fill) -> None:
+        """What Cinder does not fill by itself."""
         if self._whole(volume, fill):
             return
 
-        def recorded(attachment: Handle) -> None:
-            record({**handle, "filling": dict(attachment)})
-
-        me = Host(self.conf).connector
-        connection = self.connect(gen_with(gen, handle), me, recorded, readonly=False)
-        try:
-            self._fill(gen, fill, connection.source)
-        finally:
-            self.disconnect(gen_with(gen, handle), connection)
+        gen = dataclasses.replace(gen, handle=handle)
+        with self._borrowed(gen) as target:
+            self._fill(gen, fill, target)
         self._cinder.ask(
             f"mark volume {volume['id']} as filled",
             lambda spoken: spoken.volumes.set_metadata(volume["id"], {_FILLED: "yes"}),
         )
-        record(handle)
+
+    @contextlib.contextmanager
+    def _borrowed(self, gen: Generation) -> Iterator[Source]:
+        """Attached to this host for the block. A delete tells what a process that died
+        in it left (:meth:`_abandoned`)."""
+        connection = self.connect(gen, Host(self.conf).connector, lambda _: None)
+        try:
+            yield connection.source
+        finally:
+            self.disconnect(gen, connection)
 
     def _fill(self, gen: Generation, fill: Fill, target: Source) -> None:
         match fill:
@@ -589,7 +594,8 @@ class CinderBackend(Backend):
     def _remove_made(self, gen: Generation, request: _Request) -> None:
         """What a create that failed has made."""
         if request.volume_id:
-            gen = gen_with(gen, {**gen.handle, "volume": request.volume_id})
+            handle = {**gen.handle, "volume": request.volume_id}
+            gen = dataclasses.replace(gen, handle=handle)
         self._remove(gen)
 
     def _remove(self, gen: Generation) -> None:
@@ -675,11 +681,11 @@ class CinderBackend(Backend):
 
         :raises Busy: a host has it.
         """
-        filling = gen.handle.get("filling", {})
+        mine = self._abandoned(volume)
         hosts = [
             each["host_name"] or "(unknown)"
             for each in volume["attachments"]
-            if each["attachment_id"] != filling.get("attachment")
+            if each["attachment_id"] not in mine
         ]
         if hosts:
             raise exc.Busy(
@@ -689,10 +695,25 @@ class CinderBackend(Backend):
                 volume=volume["id"],
             )
         for each in self._cinder.attachments(volume):
-            if each["id"] == filling.get("attachment"):
-                self._detach(each)
-            else:
-                self._cinder.delete_attachment(each["id"])
+            self._detach(each)
+
+    def _abandoned(self, volume: JSON) -> set[str]:
+        """Attachments of this host that nothing uses: what a process that died while it
+        filled the volume left."""
+        found = set()
+        for info in self._here(volume):
+            if not attaching.users(self.conf, self.options, info["connection_info"]):
+                found.add(info["id"])
+        return found
+
+    def _here(self, volume: JSON) -> Iterator[JSON]:
+        """The attachments of this host."""
+        hostname = Host(self.conf).hostname
+        for each in volume["attachments"]:
+            if each["host_name"] == hostname:
+                found = self._cinder.attachment(each["attachment_id"])
+                if found is not None:
+                    yield found
 
     # --- connect -------------------------------------------------------------------
 
@@ -743,7 +764,7 @@ class CinderBackend(Backend):
 
     def _must_be_usable(self, volume: JSON, gen: Generation) -> None:
         status = volume["status"]
-        if status in ("available", "reserved", "in-use"):
+        if status in _USABLE:
             return
         values = {"backend": self.name, "generation": gen.id, "volume": volume["id"]}
         text = f"backend {self.name!r}: the disk's volume {volume['id']} is {status}"
@@ -771,15 +792,12 @@ class CinderBackend(Backend):
         # It was not recorded, so its answer may have been lost.
         volume = self._find(gen)
         if volume is not None:
-            hostname = Host(self.conf).hostname
-            for each in volume["attachments"]:
-                found = self._cinder.attachment(each["attachment_id"])
-                if each["host_name"] == hostname and found is not None:
-                    self._detach(found)
+            for each in self._here(volume):
+                self._detach(each)
             self._drop_lost(volume, gen)
 
     def _detach(self, attachment: JSON) -> None:
-        """The host first, then the attachment."""
+        """The host first, then the attachment, which may be a mere reservation."""
         attaching.detach(self.conf, self.options, attachment.get("connection_info"))
         self._cinder.delete_attachment(attachment["id"])
 
@@ -805,7 +823,14 @@ class CinderBackend(Backend):
                 used_by=hosts,
             )
         # An attachment is not a guest that has it open.
-        return Stat(size)
+        users = [
+            user
+            for each in self._here(volume)
+            for user in attaching.users(
+                self.conf, self.options, each["connection_info"]
+            )
+        ]
+        return Stat(size, used_by=tuple(users))
 
     def _just_seen(self, gen: Generation) -> JSON | None:
         """What this thread's last ``stat`` read, once: a caller looks before it
@@ -918,6 +943,67 @@ class CinderBackend(Backend):
             f"GiB, and has {volume['size']} as before: {reason}",
             volume=volume["id"],
         )
+
+    def reimage(self, gen: Generation, fill: FromImage) -> None:
+        volume = self._volume(gen)
+        if volume["attachments"]:
+            raise exc.Busy(
+                f"backend {self.name!r}: volume {volume['id']} is attached: it can be "
+                f"filled anew only when it is not",
+                volume=volume["id"],
+            )
+        with self._free(gen, volume):
+            if self._by_cinder(fill) and self._cinder.version >= (3, REIMAGE):
+                self._reimage_by_cinder(volume, fill.image.info)
+        if not self._by_cinder(fill) or self._cinder.version < (3, REIMAGE):
+            self._overwrite(gen, fill)
+
+    def _reimage_by_cinder(self, volume: JSON, image: ImageInfo) -> None:
+        volume_id = volume["id"]
+        what = f"fill volume {volume_id} from image {image.id}"
+        try:
+            self._cinder.ask(
+                what, lambda spoken: spoken.volumes.reimage(volume_id, image.id)
+            )
+        except exc.StorageUnavailable:
+            raise
+        except exc.StorageError:
+            # Asked twice, it may be at it by the first request.
+            seen = self._cinder.volume(volume_id)
+            if seen is None or seen["status"] != "downloading":
+                raise
+
+        def done(seen: JSON | None) -> bool:
+            if seen is None:
+                raise exc.ObjectMissing(f"volume {volume_id} is gone")
+            if seen["status"].startswith("error"):
+                raise exc.StorageError(
+                    f"backend {self.name!r}: cannot {what}: "
+                    f"{self._cinder.reason(volume_id)}",
+                    volume=volume_id,
+                )
+            return bool(seen["status"] == "available")
+
+        options = self.options
+        timeout = (
+            options.create_timeout + options.create_timeout_per_gb * volume["size"]
+        )
+        self._cinder.wait(volume_id, done, timeout, f"{what} has ended")
+
+    def _overwrite(self, gen: Generation, fill: FromImage) -> None:
+        """By this host; zeros too, to the disk's end."""
+        folder = self.conf.imagebackend.state_path
+        tool = QemuImg(self.conf)
+        with (
+            fill.image.cached() as cached,
+            tempfile.TemporaryDirectory(dir=folder) as scratch,
+            self._borrowed(gen) as target,
+        ):
+            path = os.path.join(scratch, "whole.qcow2")
+            tool.create_overlay(path, gen.size, cached.path, cached.format)
+            base = FileSource(cached.path, cached.format)
+            whole = FileSource(path, "qcow2", base)
+            tool.convert(whole, target, target_is_blank=False)
 
     @contextlib.contextmanager
     def _free(self, gen: Generation, volume: JSON) -> Iterator[None]:
@@ -1159,12 +1245,6 @@ class _Request:
             case FromSnapshot(_, snapshot):
                 arguments["snapshot_id"] = snapshot.handle["snapshot"]
         return arguments
-
-
-def gen_with(gen: Generation, handle: Handle) -> Generation:
-    import dataclasses
-
-    return dataclasses.replace(gen, handle=handle)
 
 
 def _facts(fill: Fill) -> Handle:

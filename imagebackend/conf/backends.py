@@ -141,6 +141,17 @@ CINDER = [
         min=0,
         help="How often a volume that ended in an error is made once more.",
     ),
+    cfg.StrOpt(
+        "rebuild",
+        default="never",
+        choices=[
+            ("never", "a new volume, and the old one is deleted: with a way back"),
+            ("when-full", "as never, but in place where quota or room is short"),
+            ("always", "in place: volumes keep their ids; no way back once begun"),
+        ],
+        help="When a rebuild fills the present volume anew, instead of making another "
+        "one.",
+    ),
     cfg.IntOpt(
         "operation_timeout",
         default=120,
