@@ -243,6 +243,13 @@ class Cinder:
         try:
             yield
         except cinder_exc.ClientException as error:
+            if error.code == 404 and not _is_cinders(str(error.message)):
+                raise exc.StorageUnavailable(
+                    f"backend {self.group!r}: cannot {what}: something answers 404, "
+                    f"and not as Cinder does: {error.message}: is there a proxy, or a "
+                    f"wrong path in Keystone's catalog?",
+                    backend=self.group,
+                ) from error
             raise self._refused(what, error.code, str(error.message)) from error
         except ks.HttpError as error:
             raise self._refused(
@@ -503,6 +510,12 @@ def _plain(resource: Any) -> JSON:
     """What the library read, without the library."""
     found: JSON = resource.to_dict()
     return found
+
+
+def _is_cinders(message: str) -> bool:
+    """Whether a 404 is about the thing that was asked for, in Cinder's words; that of a
+    proxy, or of a path that nobody serves, has no words or a page's."""
+    return message.lower() not in ("not found", "n/a", "none") and "<" not in message
 
 
 def _protocol(told: object) -> str:
