@@ -252,8 +252,8 @@ class Cinder:
                 ) from error
             raise self._refused(what, error.code, str(error.message)) from error
         except ks.HttpError as error:
-            raise self._refused(
-                what, error.http_status, str(error.message), "Keystone"
+            raise self._not_let_in(
+                what, error.http_status, str(error.message)
             ) from error
         except _SETUP as error:
             raise exc.ConfigError(
@@ -279,11 +279,21 @@ class Cinder:
                 backend=self.group,
             ) from error
 
-    def _refused(
-        self, what: str, status: int, reason: str, who: str = "Cinder"
-    ) -> exc.ImageBackendError:
+    def _not_let_in(self, what: str, status: int, reason: str) -> exc.ImageBackendError:
+        text = f"backend {self.group!r}: cannot {what}: Keystone answers {status}: "
+        values = {"backend": self.group, "status": status}
+        if status in (400, 401, 403):
+            return exc.ConfigError(
+                f"{text}{reason}: is the user of [{self.group}] right (username, "
+                f"password, project_name, user_domain_name, project_domain_name)?",
+                **values,
+            )
+        # Also its 404 says nothing of what was asked for.
+        return exc.StorageUnavailable(text + reason, **values)
+
+    def _refused(self, what: str, status: int, reason: str) -> exc.ImageBackendError:
         text = (
-            f"backend {self.group!r}: cannot {what}: {who} answers {status}: {reason}"
+            f"backend {self.group!r}: cannot {what}: Cinder answers {status}: {reason}"
         )
         values = {"backend": self.group, "status": status}
         if status in (401, 403):
