@@ -148,16 +148,30 @@ class Cinder:
             return self._made
 
     def _connect(self) -> _Made:
+        options = self._options
         session = service_session(self.conf, self.group, f"backend {self.group!r}")
-        with self._errors("reach Cinder"):
-            first = self._client(session, FLOOR)
-            data = first.client.get_endpoint_data()
+        with self._errors("log in", f"Keystone ([{self.group}] auth_url)"):
             project_id = session.get_project_id()
-        if data is None or data.max_microversion is None:
+        first = self._client(session, FLOOR)
+        try:
+            with self._errors("find Cinder"):
+                data = first.client.get_endpoint_data()
+        except exc.ConfigError as error:
             raise exc.ConfigError(
-                f"backend {self.group!r}: Keystone's catalog has no Cinder of version "
-                f"3 (region {self._options.region_name}, interface "
-                f"{self._options.valid_interfaces})",
+                f"backend {self.group!r}: Keystone's catalog has no Cinder: "
+                f"{error.__cause__} ([{self.group}] region_name = "
+                f"{options.region_name}, valid_interfaces = "
+                f"{options.valid_interfaces or 'public'})",
+                backend=self.group,
+            ) from error
+        if data is None or data.max_microversion is None:
+            # The library makes no difference between no answer and a strange one.
+            where = data.url if data else options.endpoint_override
+            raise exc.StorageUnavailable(
+                f"backend {self.group!r}: Cinder at {where} does not say which "
+                f"versions it speaks: does it run, and is that its address, of version "
+                f"3? It is from Keystone's catalog, or [{self.group}] "
+                f"endpoint_override",
                 backend=self.group,
             )
         version = min(tuple(data.max_microversion), _LATEST)
@@ -238,8 +252,8 @@ class Cinder:
         )(once)
 
     @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """The libraries' errors, in our words."""
+    def _errors(self, what: str, who: str = "Cinder") -> Iterator[None]:
+        """The libraries' errors, in our words. :param who: is asked."""
         try:
             yield
         except cinder_exc.ClientException as error:
@@ -263,7 +277,7 @@ class Cinder:
             ) from error
         except _LOST as error:
             raise exc.StorageUnavailable(
-                f"backend {self.group!r}: cannot {what}: Cinder does not answer: "
+                f"backend {self.group!r}: cannot {what}: {who} does not answer: "
                 f"{error}",
                 backend=self.group,
             ) from error
@@ -274,7 +288,7 @@ class Cinder:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             # A torn answer, which the library takes for none.
             raise exc.StorageUnavailable(
-                f"backend {self.group!r}: cannot {what}: Cinder's answer cannot be "
+                f"backend {self.group!r}: cannot {what}: {who}'s answer cannot be "
                 f"read: {error!r}",
                 backend=self.group,
             ) from error
