@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import requests
 import requests.exceptions
 import tenacity
 from cinderclient import api_versions, client
@@ -54,6 +55,8 @@ _LOST = (
     ks.ConnectionError,
     OSError,
 )
+#: Seconds that a service which is too busy may put us off for.
+_LONGEST_AFTER = 30
 #: So many things are looked at one by one; more of them in one list.
 _FEW = 2
 _FIRST_PAUSE, _LAST_PAUSE = 0.5, 8.0
@@ -207,6 +210,7 @@ class Cinder:
             logger=_BODIES,
         )
         made.client.client_name = "imagebackend"
+        session.session.hooks["response"] = [_bound_delay]
         return made
 
     # --- requests --------------------------------------------------------------------
@@ -540,6 +544,13 @@ def _is_cinders(message: str) -> bool:
     """Whether a 404 is about the thing that was asked for, in Cinder's words; that of a
     proxy, or of a path that nobody serves, has no words or a page's."""
     return message.lower() not in ("not found", "n/a", "none") and "<" not in message
+
+
+def _bound_delay(answer: requests.Response, **_: object) -> None:
+    """The library sleeps for as long as it is told to, days too."""
+    told = answer.headers.get("Retry-After", "")
+    if told.isdigit() and int(told) > _LONGEST_AFTER:
+        answer.headers["Retry-After"] = str(_LONGEST_AFTER)
 
 
 def _protocol(told: object) -> str:
