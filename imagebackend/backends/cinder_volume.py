@@ -322,8 +322,9 @@ class CinderBackend(Backend):
             ("provisioning:min_vol_size", 1),
             ("provisioning:max_vol_size", -1),
         ):
-            limit = kind.extra_specs.get(key)
-            if limit is not None and sign * (int(limit) - wanted) > 0:
+            limit = kind.extra_specs.get(key, "")
+            # To Cinder an empty one is none.
+            if limit.isdigit() and sign * (int(limit) - wanted) > 0:
                 word = "least" if sign > 0 else "most"
                 raise exc.SizeRefused(
                     f"a disk of {size} bytes takes a volume of {wanted} GiB, and those "
