@@ -155,28 +155,7 @@ class Cinder:
         session = service_session(self.conf, self.group, f"backend {self.group!r}")
         with self._errors("log in", f"Keystone ([{self.group}] auth_url)"):
             project_id = session.get_project_id()
-        first = self._client(session, FLOOR)
-        try:
-            with self._errors("find Cinder"):
-                data = first.client.get_endpoint_data()
-        except exc.ConfigError as error:
-            raise exc.ConfigError(
-                f"backend {self.group!r}: Keystone's catalog has no Cinder: "
-                f"{error.__cause__} ([{self.group}] region_name = "
-                f"{options.region_name}, valid_interfaces = "
-                f"{options.valid_interfaces or 'public'})",
-                backend=self.group,
-            ) from error
-        if data is None or data.max_microversion is None:
-            # The library makes no difference between no answer and a strange one.
-            where = data.url if data else options.endpoint_override
-            raise exc.StorageUnavailable(
-                f"backend {self.group!r}: Cinder at {where} does not say which "
-                f"versions it speaks: does it run, and is that its address, of version "
-                f"3? It is from Keystone's catalog, or [{self.group}] "
-                f"endpoint_override",
-                backend=self.group,
-            )
+        data = self._again(lambda: self._discover(session))
         version = min(tuple(data.max_microversion), _LATEST)
         endpoint = str(data.url).rstrip("/").removesuffix(f"/{project_id}")
         if version < FLOOR:
@@ -192,6 +171,40 @@ class Cinder:
             str(project_id),
             (version[0], version[1]),
         )
+
+    def _discover(self, session: Session) -> Any:
+        """Where Cinder is, and which versions it speaks.
+
+        :raises StorageUnavailable: it does not say.
+        """
+        options = self._options
+        first = self._client(session, FLOOR).client
+        try:
+            with self._errors("find Cinder"):
+                data = first.get_endpoint_data()
+        except exc.ConfigError as error:
+            raise exc.ConfigError(
+                f"backend {self.group!r}: Keystone's catalog has no Cinder: "
+                f"{error.__cause__} ([{self.group}] region_name = "
+                f"{options.region_name}, valid_interfaces = "
+                f"{options.valid_interfaces or 'public'})",
+                backend=self.group,
+            ) from error
+        if data is not None and data.max_microversion is None:
+            # keystoneauth makes do without an answer, whatever there was instead.
+            with self._errors("ask which versions it speaks"):
+                session.get(data.url)
+                data = first.get_endpoint_data()
+        if data is None or data.max_microversion is None:
+            where = data.url if data else options.endpoint_override
+            raise exc.StorageUnavailable(
+                f"backend {self.group!r}: Cinder at {where} does not say which "
+                f"versions it speaks: does it run, and is that its address, of version "
+                f"3? It is from Keystone's catalog, or [{self.group}] "
+                f"endpoint_override",
+                backend=self.group,
+            )
+        return data
 
     def _client(self, session: Session, version: tuple[int, ...]) -> Any:
         options = self._options
@@ -246,8 +259,10 @@ class Cinder:
             finally:
                 LOG.debug("%s: %.0f ms", what, 1000 * (time.monotonic() - began))
 
-        if not again:
-            return once()
+        return self._again(once) if again else once()
+
+    def _again(self, once: Callable[[], T]) -> T:
+        """Until there is an answer, as often as the operator says."""
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(exc.StorageUnavailable),
             stop=tenacity.stop_after_attempt(1 + (self._options.connect_retries or 0)),
