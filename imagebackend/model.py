@@ -363,13 +363,54 @@ class Secret:
 
     :ivar usage: libvirt's usage type: ``ceph``, ``volume``, ``iscsi``.
     :ivar name: what it is for; unique on the host.
-    :ivar value: base64 for ``ceph``.
+    :ivar value: base64.
     """
 
     uuid: str
     usage: str
     name: str
     value: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    """How QEMU decrypts what a source has.
+
+    :ivar format: ``luks``, which is all that QEMU knows.
+    :ivar secret_uuid: libvirt's secret with the passphrase, which is nowhere here.
+    """
+
+    format: str
+    secret_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnlockedSource:
+    """An encrypted disk with its passphrase, for copies that this host makes itself.
+
+    Guests never get it: they have :class:`Encryption`, and libvirt's secret.
+    """
+
+    source: Source
+    encryption: Encryption
+    secret: Secret
+
+    @property
+    def format(self) -> str:
+        return self.source.format
+
+    def image_opts(self) -> JSON:
+        """With the secret by its id, which is its uuid with a letter before."""
+        opts = self.source.image_opts()
+        format_, key = self.encryption.format, f"s{self.secret.uuid}"
+        if opts["driver"] == "raw":
+            return {"driver": format_, "key-secret": key, "file": opts["file"]}
+        # Formats of QEMU's own encrypt their clusters, and keep the header.
+        return {**opts, "encrypt": {"format": format_, "key-secret": key}}
+
+
+#: What this host can copy from and to.
+Copyable = Source | UnlockedSource
 
 
 # --- the contract's values (terms: see backends/base.py) --------------------
@@ -464,12 +505,28 @@ class Connector:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A disk that a host can reach now."""
+    """A disk that a host can reach now.
+
+    :ivar encryption: of what ``source`` has, None: there is none, or QEMU does not see
+        it.
+    :ivar limits: that the storage wants the host to keep, by libvirt's names, as
+        ``read_bytes_sec``; they win over a flavor's.
+    """
 
     source: Source
     host_id: str
     handle: Handle = field(default_factory=dict)
     readonly: bool = False
+    encryption: Encryption | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+    def copyable(self, secrets: Sequence[Secret]) -> Copyable:
+        """For copies. :param secrets: that the backend has for this connection."""
+        if self.encryption is None:
+            return self.source
+        wanted = self.encryption.secret_uuid
+        (secret,) = (each for each in secrets if each.uuid == wanted)
+        return UnlockedSource(self.source, self.encryption, secret)
 
 
 @dataclass(frozen=True, slots=True)

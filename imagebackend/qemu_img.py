@@ -2,12 +2,18 @@
 """The only way to qemu-img: formats, limits, progress and errors in one place.
 
 Every call names driver and format of every file, as image options, so that a path
-is never read as a protocol and nothing is detected from bytes. ``qemu-img
-info`` is not used at all. A run under limits that hits one names the option.
+is never read as a protocol and nothing is detected from bytes. ``qemu-img info`` is
+used for one thing, the size of what LUKS has inside, whose header no guest reaches. A
+run under limits that hits one names the option. Passphrases reach it by files without
+a name, which are gone when it ends.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
+import os
 import re
 import resource
 import signal
@@ -19,7 +25,16 @@ from oslo_config import cfg
 from imagebackend import exceptions as exc
 from imagebackend import processes
 from imagebackend.conf import qemu_img as options
-from imagebackend.model import MiB, Progress, ProgressCallback, Source
+from imagebackend.model import (
+    Copyable,
+    Encryption,
+    MiB,
+    Progress,
+    ProgressCallback,
+    Secret,
+    Source,
+    UnlockedSource,
+)
 
 _GROUP = options.GROUP.name
 #: Exit codes of `qemu-img check`.
@@ -66,12 +81,14 @@ class QemuImg:
             argv += ["-o", f"{key}={value}"]
         self._run([*argv, _plain(path), str(size)])
 
-    def resize(self, source: Source, size: int) -> None:
+    def resize(self, source: Copyable, size: int) -> None:
         """Grow to ``size``.
 
         :raises Busy: a guest has it open.
         """
-        self._run(["resize", "-q", "--image-opts", image_opts(source), str(size)])
+        with _objects(_secrets(source)) as objects:
+            opts = ["--image-opts", image_opts(source)]
+            self._run(["resize", "-q", *objects, *opts, str(size)])
 
     def check(self, source: Source) -> str:
         """What is wrong with the image's tables; empty if nothing, or if the format
@@ -84,10 +101,19 @@ class QemuImg:
             return _last_line(result.stderr) or "qemu-img finds its tables corrupt"
         raise self._error(argv, result, self._conf[_GROUP].copy_cpu_seconds, "copy_")
 
+    def size_inside(self, source: Source, encryption: Encryption) -> int:
+        """Bytes that an encrypted disk has for a guest, which may run. Its passphrase
+        is not needed."""
+        opts = source.image_opts()
+        if opts["driver"] == "raw":
+            opts = {"driver": encryption.format, "file": opts["file"]}
+        argv = ["info", "-U", "--output=json", "--image-opts", _joined(opts)]
+        return int(json.loads(self._run(argv))["virtual-size"])
+
     def convert(
         self,
-        source: Source,
-        target: Source,
+        source: Copyable,
+        target: Copyable,
         *,
         target_is_blank: bool,
         progress: ProgressCallback | None = None,
@@ -102,11 +128,12 @@ class QemuImg:
             argv.append("--target-is-zero")
         else:
             argv += ["-S", "0"]
-        self._copy([*argv, image_opts(source), image_opts(target)], progress, what)
+        argv += [image_opts(source), image_opts(target)]
+        self._copy(argv, progress, what, _secrets(source, target))
 
     def convert_to_file(
         self,
-        source: Source,
+        source: Copyable,
         path: str,
         format_: str,
         *,
@@ -118,10 +145,15 @@ class QemuImg:
         argv = ["convert", "--image-opts", "-O", format_]
         if compress:
             argv.append("-c")
-        self._copy([*argv, image_opts(source), _plain(path)], progress, what)
+        argv += [image_opts(source), _plain(path)]
+        self._copy(argv, progress, what, _secrets(source))
 
     def _copy(
-        self, argv: Sequence[str], progress: ProgressCallback | None, what: str
+        self,
+        argv: Sequence[str],
+        progress: ProgressCallback | None,
+        what: str,
+        secrets: Sequence[Secret],
     ) -> None:
         follow: Callable[[str], None] | None = None
         if progress is not None:
@@ -132,7 +164,8 @@ class QemuImg:
                 for percent in _PERCENT.findall(text):
                     report(Progress(what, int(float(percent) * 100), 10000))
 
-        self._run(argv, copying=True, on_output=follow)
+        with _objects(secrets) as objects:
+            self._run([argv[0], *objects, *argv[1:]], copying=True, on_output=follow)
 
     def _run(
         self,
@@ -140,12 +173,13 @@ class QemuImg:
         *,
         copying: bool = False,
         on_output: Callable[[str], None] | None = None,
-    ) -> None:
+    ) -> str:
         result = self._child(argv, copying=copying, on_output=on_output)
         if result.returncode:
             prefix = "copy_" if copying else ""
             cpu = self._conf[_GROUP][f"{prefix}cpu_seconds"]
             raise self._error(argv, result, cpu, prefix)
+        return result.stdout
 
     def _child(
         self,
@@ -206,12 +240,35 @@ class QemuImg:
         )
 
 
-def image_opts(source: Source) -> str:
+def image_opts(source: Copyable) -> str:
     """The source for ``--image-opts``, with the one special character escaped."""
+    return _joined(source.image_opts())
+
+
+def _joined(opts: Mapping[str, Any]) -> str:
     return ",".join(
-        f"{key}={value.replace(',', ',,')}"
-        for key, value in _flat("", source.image_opts())
+        f"{key}={value.replace(',', ',,')}" for key, value in _flat("", opts)
     )
+
+
+def _secrets(*sources: Copyable) -> list[Secret]:
+    return [each.secret for each in sources if isinstance(each, UnlockedSource)]
+
+
+@contextlib.contextmanager
+def _objects(secrets: Sequence[Secret]) -> Iterator[list[str]]:
+    """Options that give a QEMU program started in the block the secrets. Their files
+    are in memory and have no name, so that they end with the processes."""
+    argv: list[str] = []
+    with contextlib.ExitStack() as files:
+        for each in {secret.uuid: secret for secret in secrets}.values():
+            fd = os.memfd_create("secret", os.MFD_CLOEXEC)
+            files.callback(os.close, fd)
+            os.write(fd, base64.b64decode(each.value))
+            files.enter_context(processes.inheriting(fd))
+            file = f"/proc/self/fd/{fd}"
+            argv += ["--object", f"secret,id=s{each.uuid},format=raw,file={file}"]
+        yield argv
 
 
 def _flat(prefix: str, opts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -84,10 +84,10 @@ def libvirt_xml(ctx: Context, instance_id: str) -> Sequence[str]:
             attachment = _mine(ctx, rows, disk, instance_id)
             if attachment is not None:
                 found.append((owner, disk, _current(rows, disk), attachment))
-    iotune = _iotune(instance)
     elements: list[str] = []
     for owner, disk, row, attachment in found:
         boots = disk.role in (Role.ROOT, Role.RESCUE)
+        connection = ctx.connect(row, attachment)
         device = DiskDevice(
             serial=disk.id,
             bus=owner.bus,
@@ -96,9 +96,8 @@ def libvirt_xml(ctx: Context, instance_id: str) -> Sequence[str]:
             readonly=attachment.readonly,
             boot_order=1 if boots else None,
             shareable=disk.shareable,
-            iotune=iotune,
+            iotune=connection.limits or _iotune(instance),
         )
-        connection = ctx.connect(row, attachment)
         for secret in ctx.backend(row).secrets(ctx.generation(row), connection):
             secrets.define(ctx.conf, secret)
         elements.append(disk_xml(device, connection, ctx.conf))

@@ -28,8 +28,10 @@ from imagebackend.host import Host
 from imagebackend.images.access import CachedAccess, load_source
 from imagebackend.images.base import ImageSource
 from imagebackend.images.cache import ImageCache
+from imagebackend.libvirt.secret import undefine
 from imagebackend.model import (
     Connection,
+    Copyable,
     Creation,
     Disk,
     DiskSpec,
@@ -43,7 +45,6 @@ from imagebackend.model import (
     Lifecycle,
     Placement,
     ProgressCallback,
-    Source,
     from_json,
 )
 from imagebackend.selection import Recipe, Selection
@@ -260,8 +261,8 @@ class Context:
                 )
             )
         elif recipe.base is not None:
-            with self._base(recipe.base, row) as (source, size, generation):
-                yield FromGeneration(source, size, generation)
+            with self._base(recipe.base, row) as (content, size, generation):
+                yield FromGeneration(content, size, generation)
         elif recipe.path is not None:
             source = FileSource(recipe.path, "raw")
             yield FromGeneration(source, row.size)
@@ -271,7 +272,7 @@ class Context:
     @contextlib.contextmanager
     def _base(
         self, disk_id: str, row: GenerationRow
-    ) -> Iterator[tuple[Source, int, Generation]]:
+    ) -> Iterator[tuple[Copyable, int, Generation]]:
         """An existing disk, connected read-only while the row's object is made."""
         with self.store.reading() as rows:
             disk = rows.disk(disk_id)
@@ -293,7 +294,7 @@ class Context:
     @contextlib.contextmanager
     def borrowed(
         self, row: GenerationRow, operation_id: str | None, instance_id: str
-    ) -> Iterator[Source]:
+    ) -> Iterator[Copyable]:
         """An object, connected read-only to this host for the block; an operation that
         dies meanwhile has it in its rows."""
         attachment = AttachmentRow(
@@ -307,7 +308,7 @@ class Context:
         with self.store.writing() as tx:
             tx.insert(attachment)
         try:
-            yield self.connect(row, attachment).source
+            yield self.copyable(row, self.connect(row, attachment))
         finally:
             self.disconnect(attachment)
 
@@ -328,8 +329,15 @@ class Context:
             readonly=attachment.readonly,
         )
 
+    def copyable(self, row: GenerationRow, connection: Connection) -> Copyable:
+        """What was connected, for this host's own copies."""
+        if connection.encryption is None:
+            return connection.source
+        secrets = self.backend(row).secrets(self.generation(row), connection)
+        return connection.copyable(secrets)
+
     def disconnect(self, attachment: AttachmentRow) -> None:
-        """Let go on this host: storage first, then the row."""
+        """Let go on this host: storage first, then libvirt's secret, then the row."""
         if attachment.host_id != self.host.id:
             raise exc.HostConflict(
                 f"generation {attachment.generation_id} is connected to host "
@@ -350,7 +358,12 @@ class Context:
             stale = Connection(
                 FileSource("/", row.format), attachment.host_id, attachment.handle
             )
-            self.backend(row).disconnect(self.generation(row), stale)
+            backend, generation = self.backend(row), self.generation(row)
+            backend.disconnect(generation, stale)
+            # Of an attachment that is an operation's own no guest was told.
+            if attachment.operation_id is None:
+                for each in backend.own_secrets(generation, stale):
+                    undefine(self.conf, each)
         with self.store.writing() as tx:
             tx.delete(attachment)
 

@@ -195,10 +195,12 @@ def _grow(ctx: Context, growth: _Growth, guest: GuestDisks | None) -> int:
     if guest is None:
         return backend.resize(generation, size)
     way = backend.capabilities(generation).live_resize
+    seen = size
     if way is Way.STORAGE:
         size = backend.resize(generation, size)
+        seen = backend.guest_size(generation, size)
     # The hypervisor grows the disk itself, or is told that the storage has.
-    guest.block_resize(growth.disk.id, size)
+    guest.block_resize(growth.disk.id, seen)
     found = backend.stat(generation)
     if found is None or found.size < size:
         raise exc.StorageError(

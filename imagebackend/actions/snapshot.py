@@ -31,6 +31,7 @@ from imagebackend.backends.base import FromSnapshot
 from imagebackend.images.base import ImageSource
 from imagebackend.libvirt.guest import GuestDisks
 from imagebackend.model import (
+    Copyable,
     DiskState,
     GenerationState,
     Handle,
@@ -38,7 +39,6 @@ from imagebackend.model import (
     ProgressCallback,
     Role,
     Snapshot,
-    Source,
     UploadTarget,
     Way,
 )
@@ -195,7 +195,7 @@ class _Work:
         name = f"{self.disk.id}.{self.into.disk_format}"
         return os.path.join(self.operation.workdir(), name)
 
-    def _export(self, source: Source) -> str:
+    def _export(self, source: Copyable) -> str:
         path = self._path()
         QemuImg(self.ctx.conf).convert_to_file(
             source,
@@ -215,13 +215,13 @@ class _Work:
 @contextlib.contextmanager
 def _connected(
     ctx: Context, operation: Operation, row: GenerationRow, owner: OwnerRow
-) -> Iterator[Source]:
-    """The generation's source on this host; connected for the block if need be."""
+) -> Iterator[Copyable]:
+    """The generation on this host; connected for the block if need be."""
     with ctx.store.reading() as rows:
         attached = rows.attachments(row.id)
     mine = [each for each in attached if each.host_id == ctx.host.id]
     if mine:
-        yield ctx.connect(row, mine[0]).source
+        yield ctx.copyable(row, ctx.connect(row, mine[0]))
     else:
         with ctx.borrowed(row, operation.id, owner.instance_id) as source:
             yield source
@@ -252,7 +252,7 @@ def _snapshot_source(
     row: GenerationRow,
     owner: OwnerRow,
     taken: Snapshot,
-) -> Iterator[Source]:
+) -> Iterator[Copyable]:
     """A temporary generation made from the snapshot, connected for the block."""
     temporary = GenerationRow(
         id=str(uuid.uuid4()),

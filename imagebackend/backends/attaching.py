@@ -45,7 +45,11 @@ _RBD = "rbd"
 _CEPH = ("ceph", _RBD)
 #: Protocols of volumes that are files on a share.
 _FILES = frozenset(("nfs", "glusterfs", "smbfs", "quobyte", "vzstorage", "scality"))
-_ROOT = "sudo"
+_LIMITS = frozenset(
+    f"{way}_{unit}_sec"
+    for way in ("read", "write", "total")
+    for unit in ("bytes", "iops")
+)
 _setup_lock = threading.Lock()
 #: Deadlines of QEMU's tools at a cluster, seconds.
 _CONNECT, _OPERATE = 10, 60
@@ -96,29 +100,40 @@ def _initiators(root_helper: str, multipath: bool) -> Mapping[str, Any]:
 def attach(
     conf: cfg.ConfigOpts, options: cfg.ConfigOpts.GroupAttr, info: JSON
 ) -> Source:
-    """Make the volume reachable on this host. Again: the same.
-
-    :raises NotSupported: it is encrypted in a way that QEMU cannot read.
-    """
-    protocol = _protocol(info)
-    if info.get("encrypted"):
-        raise exc.NotSupported(
-            f"the volume is encrypted, which disks of backend {options._group.name!r} "
-            f"cannot be"
-        )
+    """Make the volume reachable on this host, encrypted if it is. Again: the same."""
+    protocol = protocol_of(info)
     if protocol == _RBD:
         return _network(conf, options, info)
     path = _brick(conf, options, info, "attach")
     if is_file(protocol):
-        return FileSource(path, str(info.get("format") or "raw"))
+        # Cinder makes an encrypted file as qcow2, and says that it is raw.
+        told = "qcow2" if info.get("encrypted") else info.get("format")
+        return FileSource(path, str(told or "raw"))
     return BlockSource(path)
+
+
+def limits(info: JSON) -> Mapping[str, int]:
+    """What the volume's type has the host limit, by libvirt's names."""
+    found: dict[str, int] = {}
+    for key, value in (info.get("qos_specs") or {}).items():
+        if key in _LIMITS and str(value).isdecimal():
+            found[key] = int(value)
+        else:
+            LOG.info("QoS of a volume type: %s = %r is not heeded", key, value)
+    for unit in ("bytes", "iops"):
+        parts = found.get(f"read_{unit}_sec") or found.get(f"write_{unit}_sec")
+        if parts and found.get(f"total_{unit}_sec"):
+            LOG.info("QoS of a volume type: total_%s_sec beside its parts", unit)
+            # libvirt takes one or the other.
+            del found[f"total_{unit}_sec"]
+    return found
 
 
 def detach(
     conf: cfg.ConfigOpts, options: cfg.ConfigOpts.GroupAttr, info: JSON | None
 ) -> None:
     """Let go on this host. Not attached: success."""
-    if info and _protocol(info) != _RBD:
+    if info and protocol_of(info) != _RBD:
         _brick(conf, options, info, "detach")
 
 
@@ -162,7 +177,8 @@ def secrets(
         return ()
 
 
-def _protocol(info: JSON) -> str:
+def protocol_of(info: JSON) -> str:
+    """Of a connection, as ``rbd`` or ``nfs``."""
     return str(info.get("driver_volume_type", "")).lower()
 
 
@@ -205,7 +221,7 @@ def _brick(
     conf: cfg.ConfigOpts, options: cfg.ConfigOpts.GroupAttr, info: JSON, verb: str
 ) -> str:
     """:returns: the path of what was attached."""
-    protocol = _protocol(info)
+    protocol = protocol_of(info)
     _set_up(conf, options)
     from os_brick import exception as brick_exc
     from os_brick.initiator import connector as brick

@@ -100,6 +100,7 @@ from imagebackend.model import (
     Capabilities,
     Connection,
     Connector,
+    Copyable,
     Creation,
     Fenced,
     Finding,
@@ -112,7 +113,6 @@ from imagebackend.model import (
     ProgressCallback,
     Secret,
     Snapshot,
-    Source,
     Stat,
     UploadTarget,
     Want,
@@ -147,13 +147,14 @@ class FromSnapshot:
 @dataclass(frozen=True, slots=True)
 class FromGeneration:
     """The content behind a Source: another generation that the caller connected
-    read-only, of any backend, or a file that the caller brought.
+    read-only, of any backend, and unlocked if it is encrypted, or a file that the
+    caller brought.
 
     :ivar size: bytes of content.
     :ivar generation: what it is, None for a plain file.
     """
 
-    source: Source
+    source: Copyable
     size: int
     generation: Generation | None = None
 
@@ -297,8 +298,22 @@ class Backend(abc.ABC):
         """
 
     def secrets(self, gen: Generation, conn: Connection) -> Sequence[Secret]:
-        """What QEMU must know to open ``conn.source``, where that names a secret."""
+        """What QEMU must know to open ``conn.source``, where that names a secret, or
+        to decrypt it."""
         return ()
+
+    def own_secrets(self, gen: Generation, conn: Connection) -> Sequence[str]:
+        """Those of the secrets, by uuid, that are for this generation alone, so that
+        libvirt is to forget them when the host lets go of it.
+
+        ``conn.source`` may be stale; ``conn.handle`` is what was recorded.
+        """
+        return ()
+
+    def guest_size(self, gen: Generation, size: int) -> int:
+        """Bytes that a running guest gets of ``size``, which :meth:`resize` returned:
+        less, where the object has a header of encryption. This host is connected."""
+        return size
 
     @abc.abstractmethod
     def stat(self, gen: Generation) -> Stat | None:

@@ -132,6 +132,11 @@ class Cinder:
         return self._connected().project_id
 
     @property
+    def auth(self) -> Any:
+        """The service user's plugin of keystoneauth."""
+        return self._connected().session.auth
+
+    @property
     def version(self) -> tuple[int, int]:
         """The microversion that is spoken."""
         return self._connected().version
@@ -372,6 +377,13 @@ class Cinder:
             lambda spoken: [
                 _plain(each) for each in spoken.volumes.list(search_opts=search)
             ],
+        )
+
+    def encryption(self, volume_id: str) -> JSON:
+        """Of an encrypted volume: ``provider``, ``encryption_key_id`` and more."""
+        return self.ask(
+            f"read the encryption of volume {volume_id}",
+            lambda spoken: _plain(spoken.volumes.get_encryption_metadata(volume_id)),
         )
 
     def wait(

@@ -21,7 +21,7 @@ from oslo_config import cfg
 from oslo_log import log
 
 from imagebackend import exceptions as exc
-from imagebackend.backends import attaching, generic
+from imagebackend.backends import attaching, generic, luks
 from imagebackend.backends.base import (
     Backend,
     Blank,
@@ -46,7 +46,9 @@ from imagebackend.model import (
     Capabilities,
     Connection,
     Connector,
+    Copyable,
     Creation,
+    Encryption,
     FileSource,
     Finding,
     Found,
@@ -65,6 +67,7 @@ from imagebackend.model import (
     Snapshot,
     Source,
     Stat,
+    UnlockedSource,
     Want,
     Way,
 )
@@ -197,7 +200,8 @@ class CinderBackend(Backend):
             live_resize=Way.STORAGE if grows else Way.NONE,
             live_snapshot=Way.HYPERVISOR if files else Way.STORAGE,
             shareable=bool(facts.get("multiattach")),
-            snapshot=True,
+            # What Cinder puts below such a file only its own host finds.
+            snapshot=not (files and _encrypted(facts)),
             reimage=True,
             granularity=GiB,
             in_place=InPlace(self.options.rebuild),
@@ -219,6 +223,8 @@ class CinderBackend(Backend):
                 f"the extra spec multiattach = <is> True",
                 volume_type=kind.name,
             )
+        if kind.encryption:
+            luks.refuse(self.name, kind)
         size_gb = self._size_gb(want.size, kind)
         handle: dict[str, Any] = {
             "type": kind.id,
@@ -229,6 +235,8 @@ class CinderBackend(Backend):
             handle["grows"] = False
         if kind.multiattach:
             handle["multiattach"] = True
+        if kind.encryption:
+            handle["encryption"] = luks.FORMAT
         zone = self.options.availability_zone
         if zone == "instance":
             zone = want.availability_zone
@@ -239,15 +247,15 @@ class CinderBackend(Backend):
             self._scope(self._owner(want.project_id)),
             size_gb * GiB,
             "raw",
-            self._way(want.fill, want.image),
+            self._way(want.fill, want.image, handle),
             handle,
         )
 
-    def _way(self, fill: str, image: ImageInfo | None) -> Path:
+    def _way(self, fill: str, image: ImageInfo | None, handle: Handle) -> Path:
         """By which way the bytes come through this host; none, where Cinder fills."""
         if fill == "Blank":
             return Path.BLANK
-        if fill == "FromSnapshot" or (image is not None and image.source == _GLANCE):
+        if fill == "FromSnapshot" or (image is not None and _known(image, handle)):
             return Path.CLONE
         raw = image is not None and image.disk_format in ("raw", "iso")
         return Path.COPY if raw else Path.CONVERT
@@ -317,7 +325,9 @@ class CinderBackend(Backend):
         return bool(project_id) and self._cinder.may_use(raw["id"], project_id)
 
     def _size_gb(self, size: int, kind: VolumeType) -> int:
-        wanted = -(-size // GiB)
+        # With what a guest does not get of it.
+        lost = luks.overhead(kind.protocol) if kind.encryption else 0
+        wanted = -(-(size + lost) // GiB)
         for key, sign in (
             ("provisioning:min_vol_size", 1),
             ("provisioning:max_vol_size", -1),
@@ -369,7 +379,7 @@ class CinderBackend(Backend):
         request = _Request(self, gen, fill, auth)
         present = self._find(gen) if "asked" in gen.handle else None
         with contextlib.ExitStack() as undo:
-            if present is not None and not self._whole(present, fill):
+            if present is not None and not self._whole(present, fill, handle):
                 self._remove(gen)
                 present = None
             if present is None:
@@ -380,12 +390,15 @@ class CinderBackend(Backend):
             handle = {**handle, "volume": volume_id}
             record(handle)
             present = self._available(present, request.timeout)
+            if int(present["size"]) * GiB < gen.size:
+                self._extend(volume_id, gen.size // GiB)
+                present = self._available(present, self.options.operation_timeout)
             self._reserve(present, gen)
             self._write(gen, handle, present, fill)
             if request.lost:
                 self._drop_twins(gen, volume_id)
             undo.pop_all()
-        way = self._way(type(fill).__name__, _image_of(fill))
+        way = self._way(type(fill).__name__, _image_of(fill), handle)
         return Creation(int(present["size"]) * GiB, "raw", way, handle)
 
     def _available(self, volume: JSON, timeout: float) -> JSON:
@@ -466,24 +479,23 @@ class CinderBackend(Backend):
 
     # --- content -------------------------------------------------------------------
 
-    def _by_cinder(self, fill: Fill) -> bool:
+    def _by_cinder(self, fill: Fill, handle: Handle) -> bool:
         """Whether Cinder fills it, so that no byte comes through this host."""
         match fill:
             case Blank(fs=None) | FromSnapshot():
                 return True
             case FromImage(image):
-                return image.info.source == _GLANCE
+                return _known(image.info, handle)
             case _:
                 return False
 
-    def _whole(self, volume: JSON, fill: Fill) -> bool:
-        return self._by_cinder(fill) or _FILLED in volume["metadata"]
+    def _whole(self, volume: JSON, fill: Fill, handle: Handle) -> bool:
+        return self._by_cinder(fill, handle) or _FILLED in volume["metadata"]
 
     def _write(self, gen: Generation, handle: Handle, volume: JSON, fill: Fill) -> None:
         """What Cinder does not fill by itself."""
-        if self._whole(volume, fill):
+        if self._whole(volume, fill, handle):
             return
-
         gen = dataclasses.replace(gen, handle=handle)
         with self._borrowed(gen) as target:
             self._fill(gen, fill, target)
@@ -493,19 +505,26 @@ class CinderBackend(Backend):
         )
 
     @contextlib.contextmanager
-    def _borrowed(self, gen: Generation) -> Iterator[Source]:
+    def _borrowed(self, gen: Generation) -> Iterator[Copyable]:
         """Attached to this host for the block. A delete tells what a process that died
         in it left (:meth:`_abandoned`)."""
         connection = self.connect(gen, Host(self.conf).connector, lambda _: None)
         try:
-            yield connection.source
+            if connection.encryption is None:
+                yield connection.source
+            else:
+                yield connection.copyable(self.secrets(gen, connection))
         finally:
             self.disconnect(gen, connection)
 
-    def _fill(self, gen: Generation, fill: Fill, target: Source) -> None:
+    def _fill(self, gen: Generation, fill: Fill, target: Copyable) -> None:
         match fill:
             case Blank(fs=str() as fs, label=label):
-                with self._scratch(gen.size) as path:
+                size = gen.size
+                if isinstance(target, UnlockedSource):
+                    inside = QemuImg(self.conf).size_inside
+                    size = inside(target.source, target.encryption)
+                with self._scratch(size) as path:
                     generic.make_filesystem(path, fs, label)
                     self._copy(FileSource(path, "raw"), target)
             case FromImage(image):
@@ -518,10 +537,11 @@ class CinderBackend(Backend):
                     f"backend {self.name!r} cannot fill by {type(fill).__name__}"
                 )
 
-    def _copy(self, source: Source, target: Source) -> None:
+    def _copy(self, source: Copyable, target: Copyable) -> None:
         # A new volume reads as zeros where the storage is thin; a block device may
-        # have another's bytes.
-        blank = not isinstance(target, attaching.BLOCK)
+        # have another's bytes, and what LUKS has not written is noise, but in qcow2.
+        noise = isinstance(target, UnlockedSource) and target.format == "raw"
+        blank = not (noise or isinstance(target, attaching.BLOCK))
         QemuImg(self.conf).convert(source, target, target_is_blank=blank)
 
     @contextlib.contextmanager
@@ -752,8 +772,19 @@ class CinderBackend(Backend):
                 "hostname": to.hostname,
                 "volume": volume["id"],
             }
+            info = made["connection_info"]
+            encryption = None
+            if info.get("encrypted"):
+                encryption = self._layer(volume["id"], info)
+                handle["secret"] = encryption.secret_uuid
             record(handle)
-            source = attaching.attach(self.conf, self.options, made["connection_info"])
+            source = attaching.attach(self.conf, self.options, info)
+            if (
+                isinstance(source, FileSource)
+                and encryption
+                and not (again or readonly)
+            ):
+                self._grow_inside(volume, source, encryption)
             if not again:
                 attachment_id = made["id"]
                 self._cinder.ask(
@@ -761,7 +792,8 @@ class CinderBackend(Backend):
                     lambda spoken: spoken.attachments.complete(attachment_id),
                 )
             undo.pop_all()
-        return Connection(source, to.host_id, handle, readonly)
+        limits = attaching.limits(info)
+        return Connection(source, to.host_id, handle, readonly, encryption, limits)
 
     def _must_be_usable(self, volume: JSON, gen: Generation) -> None:
         status = volume["status"]
@@ -803,7 +835,50 @@ class CinderBackend(Backend):
         self._cinder.delete_attachment(attachment["id"])
 
     def secrets(self, gen: Generation, conn: Connection) -> Sequence[Secret]:
-        return attaching.secrets(self.conf, self.options, conn.source)
+        found = list(attaching.secrets(self.conf, self.options, conn.source))
+        if conn.encryption is not None:
+            found.append(self._secret(conn.handle["volume"]))
+        return found
+
+    def own_secrets(self, gen: Generation, conn: Connection) -> Sequence[str]:
+        return [conn.handle["secret"]] if "secret" in conn.handle else []
+
+    # --- encryption ----------------------------------------------------------------
+
+    def _layer(self, volume_id: str, info: JSON) -> Encryption:
+        provider = str(self._cinder.encryption(volume_id).get("provider") or "")
+        return luks.layer(volume_id, provider, attaching.protocol_of(info))
+
+    def _secret(self, volume_id: str) -> Secret:
+        key_id = self._cinder.encryption(volume_id)["encryption_key_id"]
+        return luks.secret(self.conf, self._cinder.auth, volume_id, str(key_id))
+
+    def _grow_inside(self, volume: JSON, source: Source, layer: Encryption) -> None:
+        """Cinder makes an encrypted file only longer; what is in it is for us to grow,
+        as long as no guest has it."""
+        wanted = int(volume["size"]) * GiB - luks.overhead("nfs")
+        tool = QemuImg(self.conf)
+        if tool.size_inside(source, layer) < wanted:
+            secret = self._secret(volume["id"])
+            tool.resize(UnlockedSource(source, layer, secret), wanted)
+
+    def guest_size(self, gen: Generation, size: int) -> int:
+        if not _encrypted(gen.handle):
+            return size
+        volume, hostname = self._volume(gen), Host(self.conf).hostname
+        for each in volume["attachments"]:
+            mine = each["host_name"] == hostname
+            found = self._cinder.attachment(each["attachment_id"]) if mine else None
+            if found is not None:
+                info = found["connection_info"]
+                source = attaching.attach(self.conf, self.options, info)
+                layer = self._layer(volume["id"], info)
+                return QemuImg(self.conf).size_inside(source, layer)
+        raise exc.ObjectMissing(
+            f"backend {self.name!r}: volume {volume['id']} is not attached to this "
+            f"host ({hostname}), which has a guest of it",
+            volume=volume["id"],
+        )
 
     # --- what there is -------------------------------------------------------------
 
@@ -875,7 +950,10 @@ class CinderBackend(Backend):
 
     def resize(self, gen: Generation, size: int) -> int:
         volume = self._volume(gen)
-        wanted = -(-size // GiB)
+        lost = 0
+        if _encrypted(gen.handle):
+            lost = luks.overhead(gen.handle["protocol"])
+        wanted = -(-(size + lost) // GiB)
         if int(volume["size"]) >= wanted:
             return int(volume["size"]) * GiB
         attached = bool(volume["attachments"])
@@ -953,10 +1031,11 @@ class CinderBackend(Backend):
                 f"filled anew only when it is not",
                 volume=volume["id"],
             )
-        with self._free(gen, volume):
-            if self._by_cinder(fill) and self._cinder.version >= (3, REIMAGE):
+        able = self._cinder.version >= (3, REIMAGE)
+        if able and self._by_cinder(fill, gen.handle):
+            with self._free(gen, volume):
                 self._reimage_by_cinder(volume, fill.image.info)
-        if not self._by_cinder(fill) or self._cinder.version < (3, REIMAGE):
+        else:
             self._overwrite(gen, fill)
 
     def _reimage_by_cinder(self, volume: JSON, image: ImageInfo) -> None:
@@ -1217,8 +1296,12 @@ class _Request:
     def _of(self, fill: Fill) -> dict[str, Any]:
         gen, backend = self._gen, self._backend
         marker = Marker(gen.id, gen.deployment_id)
+        size = gen.size // GiB
+        if _encrypted(gen.handle) and attaching.is_file(gen.handle["protocol"]):
+            # Grown afterwards, when what is in it no longer grows with it.
+            size -= luks.overhead(gen.handle["protocol"]) // GiB
         arguments: dict[str, Any] = {
-            "size": gen.size // GiB,
+            "size": size,
             "name": generic.object_name(gen.disk_name, marker),
             "description": f"disk {gen.disk_name} of instance {gen.instance_id}",
             "metadata": {
@@ -1241,7 +1324,7 @@ class _Request:
         if hints:
             arguments["scheduler_hints"] = hints
         match fill:
-            case FromImage(image) if image.info.source == _GLANCE:
+            case FromImage(image) if _known(image.info, gen.handle):
                 arguments["imageRef"] = image.info.id
             case FromSnapshot(_, snapshot):
                 arguments["snapshot_id"] = snapshot.handle["snapshot"]
@@ -1265,6 +1348,17 @@ def _marker_of(volume: JSON) -> Marker | None:
     if _GENERATION in metadata and _DEPLOYMENT in metadata:
         return Marker(metadata[_GENERATION], metadata[_DEPLOYMENT])
     return None
+
+
+def _encrypted(handle: Handle) -> bool:
+    return "encryption" in handle
+
+
+def _known(image: ImageInfo, handle: Handle) -> bool:
+    """Whether Cinder fills a volume with the image itself. Into an encrypted file it
+    would by the kernel's dm-crypt, of which nothing is left in the file."""
+    files = attaching.is_file(str(handle.get("protocol", "")))
+    return image.source == _GLANCE and not (files and _encrypted(handle))
 
 
 def _image_of(fill: Fill) -> ImageInfo | None:

@@ -34,6 +34,20 @@ def define(conf: cfg.ConfigOpts, secret: Secret) -> None:
         )
 
 
+def undefine(conf: cfg.ConfigOpts, uuid: str) -> None:
+    """libvirt has it no longer. It never had: success.
+
+    :raises HypervisorError: libvirt does not answer, or refuses.
+    """
+    libvirt = library()
+    connection = connect(conf)
+    try:
+        connection.secretLookupByUUIDString(uuid).undefine()
+    except libvirt.libvirtError as error:
+        if error.get_error_code() != libvirt.VIR_ERR_NO_SECRET:
+            raise translated(f"forget secret {uuid}", error) from error
+
+
 @contextlib.contextmanager
 def restored(conf: cfg.ConfigOpts) -> Iterator[None]:
     """Secrets that were defined in the block are gone after it.

@@ -21,6 +21,7 @@ from imagebackend import exceptions as exc
 from imagebackend.model import (
     BlockSource,
     Connection,
+    Encryption,
     FileSource,
     NetworkSource,
     Source,
@@ -60,7 +61,7 @@ def disk_xml(device: DiskDevice, connection: Connection, conf: cfg.ConfigOpts) -
         "disk", type=source.kind, device="cdrom" if device.cdrom else "disk"
     )
     _driver(disk, device, source, conf)
-    _source(disk, source)
+    _source(disk, source, connection.encryption)
     # A chain that is not ended is one that libvirt looks for in the data.
     _backing(disk, source.backing if isinstance(source, FileSource) else None)
     ET.SubElement(disk, "target", dev=device.device, bus=device.bus)
@@ -132,17 +133,20 @@ def _direct(path: str) -> bool:
     return True
 
 
-def _source(parent: ET.Element, source: Source) -> None:
+def _source(parent: ET.Element, source: Source, encryption: Encryption | None) -> None:
     match source:
         case FileSource(path=path):
-            ET.SubElement(parent, "source", file=path)
+            element = ET.SubElement(parent, "source", file=path)
         case BlockSource(path=path):
-            ET.SubElement(parent, "source", dev=path)
+            element = ET.SubElement(parent, "source", dev=path)
         case NetworkSource():
-            _network(parent, source)
+            element = _network(parent, source)
+    if encryption is not None:
+        layer = ET.SubElement(element, "encryption", format=encryption.format)
+        ET.SubElement(layer, "secret", type="passphrase", uuid=encryption.secret_uuid)
 
 
-def _network(parent: ET.Element, source: NetworkSource) -> None:
+def _network(parent: ET.Element, source: NetworkSource) -> ET.Element:
     element = ET.SubElement(
         parent, "source", protocol=source.protocol, name=source.name
     )
@@ -161,6 +165,7 @@ def _network(parent: ET.Element, source: NetworkSource) -> None:
             type=source.secret_type or "ceph",
             uuid=source.secret_uuid,
         )
+    return element
 
 
 def _backing(parent: ET.Element, backing: FileSource | None) -> None:

@@ -34,6 +34,7 @@ from imagebackend.model import (
     Capabilities,
     Connection,
     Connector,
+    Copyable,
     Creation,
     Fenced,
     FileSource,
@@ -48,7 +49,6 @@ from imagebackend.model import (
     Placement,
     Severity,
     Snapshot,
-    Source,
     Stat,
     Want,
     Way,
@@ -276,7 +276,7 @@ class SlowRemoteBackend(Backend):
         self._again(lambda: self._server.filled(volume.id))
         return way
 
-    def _copy(self, source: Source, target: str, *, blank: bool = True) -> None:
+    def _copy(self, source: Copyable, target: str, *, blank: bool = True) -> None:
         QemuImg(self.conf).convert(
             source, FileSource(target, "raw"), target_is_blank=blank
         )
