@@ -383,7 +383,7 @@ class Cinder:
         """Of an encrypted volume: ``provider``, ``encryption_key_id`` and more."""
         return self.ask(
             f"read the encryption of volume {volume_id}",
-            lambda spoken: _plain(spoken.volumes.get_encryption_metadata(volume_id)),
+            lambda spoken: dict(spoken.volumes.get_encryption_metadata(volume_id)),
         )
 
     def wait(

@@ -14,6 +14,9 @@ from oslo_config import cfg
 from imagebackend.libvirt.connection import connect, library, translated
 from imagebackend.model import Secret
 
+#: What a kind of usage calls the thing that it is for, if not its name.
+_USAGES = {"volume": "volume", "iscsi": "target"}
+
 
 def define(conf: cfg.ConfigOpts, secret: Secret) -> None:
     """libvirt has the secret, with this value, when it returns.
@@ -80,5 +83,5 @@ def _xml(secret: Secret) -> str:
     ET.SubElement(root, "uuid").text = secret.uuid
     ET.SubElement(root, "description").text = secret.name
     usage = ET.SubElement(root, "usage", type=secret.usage)
-    ET.SubElement(usage, "name").text = secret.name
+    ET.SubElement(usage, _USAGES.get(secret.usage, "name")).text = secret.name
     return ET.tostring(root, encoding="unicode")

@@ -17,6 +17,7 @@ from imagebackend.libvirt.xml import DiskDevice, disk_xml
 from imagebackend.model import (
     BlockSource,
     Connection,
+    Encryption,
     FileSource,
     NetworkHost,
     NetworkSource,
@@ -110,6 +111,19 @@ def test_the_schema_accepts_every_source_on_every_bus(
         connection = Connection(SOURCES[name], "host")
         elements.append(disk_xml(device, connection, host.conf))
     valid(elements, tmp_path)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_schema_accepts_every_source_encrypted(
+    host: HostUnderTest, tmp_path: Path, name: str
+) -> None:
+    layer = Encryption("luks", SERIAL)
+    connection = Connection(SOURCES[name], "host", encryption=layer)
+    text = disk_xml(DiskDevice(SERIAL, "virtio", "vda"), connection, host.conf)
+    secret = ET.fromstring(text).find("./source/encryption[@format='luks']/secret")
+    assert secret is not None
+    assert secret.attrib == {"type": "passphrase", "uuid": SERIAL}
+    valid([text], tmp_path)
 
 
 def test_every_option_is_accepted(host: HostUnderTest, tmp_path: Path) -> None:
