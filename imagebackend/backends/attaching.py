@@ -144,7 +144,7 @@ def users(
 
     :raises StorageUnavailable: what could tell does not answer.
     """
-    protocol = _protocol(info)
+    protocol = protocol_of(info)
     if protocol == _RBD:
         source = _network(conf, options, info)
         pool, _, name = source.name.partition("/")

@@ -156,7 +156,6 @@ class Cinder:
             return self._made
 
     def _connect(self) -> _Made:
-        options = self._options
         session = service_session(self.conf, self.group, f"backend {self.group!r}")
         with self._errors("log in", f"Keystone ([{self.group}] auth_url)"):
             project_id = session.get_project_id()
