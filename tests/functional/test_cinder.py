@@ -6,9 +6,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +19,19 @@ from typing import Any
 
 import pytest
 
-from imagebackend import DiskManager, DiskSpec, Instance, UploadTarget
+from imagebackend import (
+    DiskManager,
+    DiskSpec,
+    Instance,
+    Lifecycle,
+    Role,
+    UploadTarget,
+)
 from imagebackend import exceptions as exc
 from imagebackend.libvirt import secret
 from imagebackend.libvirt.guest import Guest
 from imagebackend.model import FileSource, NetworkSource, Severity
 from imagebackend.model import Path as Way
-from imagebackend.testing.libvirt_guest import TestGuest
 from tests.cinder import CinderUnderTest, unmount
 from tests.cloud import Cloud, wait
 from tests.conftest import GiB, HostUnderTest, MiB, read_disk
@@ -357,7 +366,7 @@ def test_a_private_type_is_refused_to_projects_without_access(
         manager.resize(with_root(mine, 2))
         agree(host, manager)
         with pytest.raises(exc.PlacementRefused, match=private):
-            manager.rebuild(mine)
+            manager.rebuild(with_root(mine, 2))
         agree(host, manager)
         manager.destroy(mine.id)
 
@@ -457,7 +466,8 @@ def test_what_others_did_to_a_volume_is_told_and_not_made_worse(
     instance, volume = made()
     cinder.action(volume, "os-reset_status", status="available")
     cinder.action(volume, "os-extend", new_size=3)
-    wait(lambda: cinder.volumes()[0]["status"] == "available", "it has grown")
+    wait(lambda: cinder.volumes()[0]["size"] == 3, "it has grown")
+    cinder.action(volume, "os-reset_status", status="reserved")
     assert any("somebody else resized it" in each.advice for each in manager.audit())
     manager.resize(with_root(instance, 3))
     manager.connect(instance.id)
@@ -527,11 +537,225 @@ def test_a_disk_may_be_the_base_of_another_in_another_type(
     spec = DiskSpec(name="data", base=root.id, volume_type="nfs1")
     manager.create(
         dataclasses.replace(second, flavor=None),
-        [DiskSpec(name="root", size=GiB, image=image, volume_type="nfs1"), spec],
+        [DiskSpec(role=Role.ROOT, size=GiB, image=image, volume_type="nfs1"), spec],
     )
     with connected(manager, second.id) as (_, copy):
         assert read_disk(copy, 0, MiB) == data
     agree(host, manager)
 
 
-__all__ = ["TestGuest"]
+# --- rebuilt in place ---------------------------------------------------------------
+
+
+def option(host: HostUnderTest, name: str, value: object) -> None:
+    """Of Cinder's group, in the file, as an operator sets it."""
+    path = Path(host.conf.config_file[0])
+    text = path.read_text().replace("[cinder]\n", f"[cinder]\n{name} = {value}\n")
+    path.write_text(text)
+    host.conf.reload_config_files()
+
+
+@TYPES
+def test_a_rebuild_in_place_keeps_the_volume_and_none_of_its_bytes(
+    host: HostUnderTest,
+    cinder: CinderUnderTest,
+    images: Images,
+    volume_type: str,
+) -> None:
+    data = os.urandom(MiB)
+    first = images.upload(cinder.cloud.admin, os.urandom(MiB), visibility="public")
+    second = images.upload(cinder.cloud.admin, data, visibility="public")
+    option(host, "rebuild", "always")
+    manager = host.manager()
+    instance = host.instance(first, imagebackend__volume_type=volume_type)
+    manager.create(instance)
+    with connected(manager, instance.id) as (source,):
+        write(source, 0x5A, 0, 700 * MiB)
+    before = of(cinder, manager, instance.id)["id"]
+    change = manager.rebuild(dataclasses.replace(instance, image=second))
+    assert [each.new for each in change.recreated] == [
+        each.old for each in change.recreated
+    ]
+    assert of(cinder, manager, instance.id)["id"] == before
+    with connected(manager, instance.id) as (source,):
+        assert read_disk(source, 0, MiB) == data
+        for offset in (1, 5, 699):
+            assert read_disk(source, offset * MiB, MiB) == bytes(MiB)
+    agree(host, manager)
+
+
+def test_where_quota_has_no_room_a_rebuild_is_in_place_if_that_is_wanted(
+    host: HostUnderTest,
+    manager: DiskManager,
+    cinder: CinderUnderTest,
+    images: Images,
+) -> None:
+    data = os.urandom(MiB)
+    image = images.upload(cinder.cloud.admin, data, visibility="public")
+    instance = host.instance(image, imagebackend__volume_type="rbd1")
+    manager.create(instance)
+    volume = of(cinder, manager, instance.id)["id"]
+    with connected(manager, instance.id) as (source,):
+        write(source, 0x5A)
+    with quota(cinder, volumes=1):
+        with pytest.raises(exc.StorageFull, match="VolumeLimitExceeded|volumes"):
+            manager.rebuild(instance)
+        agree(host, manager)
+        with connected(manager, instance.id) as (source,):
+            assert read_disk(source, 0, MiB) == b"\x5a" * MiB
+        option(host, "rebuild", "when-full")
+        later = host.manager()
+        later.rebuild(instance)
+        assert of(cinder, later, instance.id)["id"] == volume
+    with connected(later, instance.id) as (source,):
+        assert read_disk(source, 0, MiB) == data
+    agree(host, later)
+    later.rebuild(instance)
+    assert of(cinder, later, instance.id)["id"] != volume
+    agree(host, later)
+
+
+def test_a_rebuild_in_place_that_fails_says_so_and_the_next_one_heals_it(
+    host: HostUnderTest,
+    cinder: CinderUnderTest,
+    images: Images,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from imagebackend.backends.cinder_volume import CinderBackend
+
+    data = os.urandom(MiB)
+    image = images.upload(cinder.cloud.admin, data, visibility="public")
+    option(host, "rebuild", "always")
+    manager = host.manager()
+    instance = host.instance(image, imagebackend__volume_type="rbd1")
+    manager.create(instance)
+
+    def broken(*_args: object) -> None:
+        raise exc.StorageError("half way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CinderBackend, "_reimage_by_cinder", broken)
+        with pytest.raises(exc.StorageError, match="half way"):
+            manager.rebuild(instance)
+    (disk,) = manager.list(instance.id)
+    assert str(disk.state) == "failed" and "neither" in disk.reason
+    with pytest.raises(exc.Conflict, match="rebuild"):
+        manager.connect(instance.id)
+    manager.rebuild(instance)
+    with connected(manager, instance.id) as (source,):
+        assert read_disk(source, 0, MiB) == data
+    agree(host, manager)
+
+
+# --- owned by the tenant, and shared --------------------------------------------------
+
+
+def test_owned_by_the_tenant_volumes_are_made_in_its_name_and_seen(
+    host: HostUnderTest, cinder: CinderUnderTest, images: Images
+) -> None:
+    member = cinder.cloud.member
+    option(host, "owner", "tenant")
+    manager = host.manager()
+    image = images.upload(member, os.urandom(MiB))
+    instance = host.instance(
+        image, project_id=member.project_id, imagebackend__volume_type="rbd1"
+    )
+    with pytest.raises(exc.PlacementRefused, match="credentials"):
+        manager.create(instance)
+    manager.create(instance, auth=member.auth)
+    api = member.connection.block_storage
+    (volume,) = api.get("/volumes/detail").json()["volumes"]
+    assert volume["status"] == "reserved" and cinder.volumes() == []
+    # Reserved: its owner cannot delete it.
+    assert api.delete(f"/volumes/{volume['id']}").status_code == 400
+    manager.connect(instance.id)
+    (volume,) = api.get("/volumes/detail").json()["volumes"]
+    assert volume["status"] == "in-use"
+    assert [each for each in manager.audit() if each.severity is not Severity.OK] == []
+    # What its owner writes into the metadata of another one proves nothing.
+    body = {"size": 1, "volume_type": "rbd1", "metadata": volume["metadata"]}
+    answer = api.post("/volumes", json={"volume": body})
+    planted = answer.json()["volume"]["id"]
+
+    def there() -> bool:
+        seen = api.get(f"/volumes/{planted}").json()["volume"]
+        return bool(seen["status"] == "available")
+
+    wait(there, "the planted one")
+    told = [each for each in manager.audit() if each.severity is Severity.ERROR]
+    assert [planted in each.subject for each in told] == [True]
+    list(manager.recover(dry_run=False))
+    manager.disconnect(instance.id)
+    manager.rebuild(instance, auth=member.auth)
+    manager.destroy(instance.id)
+    left = [each["id"] for each in api.get("/volumes/detail").json()["volumes"]]
+    assert left == [planted]
+    assert api.delete(f"/volumes/{planted}").status_code == 202
+
+
+def test_a_shareable_disk_needs_a_type_that_can_and_has_two_instances(
+    host: HostUnderTest, manager: DiskManager, cinder: CinderUnderTest
+) -> None:
+    shared = DiskSpec(
+        name="shared", size=GiB, shareable=True, lifecycle=Lifecycle.PERSISTENT
+    )
+    one, two = (dataclasses.replace(host.instance(None), flavor=None) for _ in range(2))
+    with pytest.raises(exc.NotSupported, match="multiattach"):
+        manager.create(one, [dataclasses.replace(shared, volume_type="rbd1")])
+    with cinder.type_of("rbd1", multiattach="<is> True") as kind:
+        manager.create(one, [dataclasses.replace(shared, volume_type=kind)])
+        (disk,) = manager.list(one.id)
+        manager.create(two, [DiskSpec(name="shared", disk=disk.id)])
+        manager.connect(one.id)
+        manager.connect(two.id)
+        manager.disconnect(one.id)
+        assert cinder.volumes()[0]["status"] == "in-use"
+        manager.disconnect(two.id)
+        assert cinder.volumes()[0]["status"] == "reserved"
+        manager.destroy(one.id)
+        manager.destroy(two.id)
+        manager.delete_disk(disk.id)
+        assert cinder.volumes() == []
+
+
+# --- what an operator asks ----------------------------------------------------------
+
+
+def test_config_check_answers_an_operator(
+    host: HostUnderTest, cinder: CinderUnderTest, tmp_path: Path
+) -> None:
+    command = str(Path(sys.executable).with_name("imagebackend"))
+    far = {
+        "imagebackend:volume_type": "rbd2",
+        "imagebackend:ephemeral_volume_type": "nfs1",
+    }
+    wrong = {"imagebackend:volume_type": "no-such"}
+    flavors = [
+        {"Name": "far", "Disk": 2, "Ephemeral": 1, "Swap": "", "Properties": far},
+        {"Name": "nowhere", "Disk": 1, "Properties": wrong},
+    ]
+    file = tmp_path / "flavors.json"
+    file.write_text(json.dumps(flavors))
+    config = Path(host.conf.config_file[0])
+    text = config.read_text().replace("raw\n", "raw, cinder\n", 1)
+    config.write_text(text.replace(f"{tmp_path}/host", str(host.path)))
+    done = subprocess.run(
+        [
+            *(command, "--config-file", config, "config", "check"),
+            *("--flavors", file, "--project", cinder.cloud.member.project_id),
+            *("-f", "value"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    told = done.stdout
+    assert "Cinder 3.71 at" in told and "the service token is accepted" in told
+    assert re.search(r"may use volume types .*nfs1.*rbd1", told)
+    assert (
+        "root 2048 MiB to cinder (rbd2), ephemeral0 1024 MiB to cinder (nfs1)" in told
+    )
+    (line,) = [line for line in told.splitlines() if line.startswith("error")]
+    assert "nowhere" in line and "no-such" in line
+    assert cinder.service.options["password"] not in done.stdout + done.stderr
