@@ -622,8 +622,9 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.status is None:
             status, body, headers = self._do(request, bool(resource))
         else:
-            status, body = answer.status, answer.body or fault(answer.status, "so said")
-            headers = {}
+            status, body, headers = answer.status, answer.body, {}
+            if body is None:
+                body = fault(status, "so said")
         if answer.lost:
             self.close_connection = True
             return
