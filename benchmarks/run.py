@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import ceph, cinder
+from benchmarks import ceph, cinder, cinder_poll
 from benchmarks.measure import (
     BenchHost,
     Result,
@@ -224,6 +224,7 @@ CASES: dict[str, Case] = {
     "start-up": start_up,
     **ceph.CASES,
     **cinder.CASES,
+    **cinder_poll.CASES,
 }
 
 
