@@ -194,15 +194,17 @@ class Cinder:
                 f"{options.valid_interfaces or 'public'})",
                 backend=self.group,
             ) from error
+        status = ""
         if data is not None and data.max_microversion is None:
             # keystoneauth makes do without an answer, whatever there was instead.
-            with self._errors("ask which versions it speaks"):
-                session.get(data.url)
+            with self._errors(f"ask Cinder at {data.url} which versions it speaks"):
+                answer = session.get(data.url, raise_exc=False)
+                status = f" (it answers {answer.status_code} {answer.reason})"
                 data = first.get_endpoint_data()
         if data is None or data.max_microversion is None:
             where = data.url if data else options.endpoint_override
             raise exc.StorageUnavailable(
-                f"backend {self.group!r}: Cinder at {where} does not say which "
+                f"backend {self.group!r}: Cinder at {where} does not say{status} which "
                 f"versions it speaks: does it run, and is that its address, of version "
                 f"3? It is from Keystone's catalog, or [{self.group}] "
                 f"endpoint_override",
