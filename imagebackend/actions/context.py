@@ -362,8 +362,10 @@ class Context:
             backend.disconnect(generation, stale)
             # Of an attachment that is an operation's own no guest was told.
             if attachment.operation_id is None:
-                for each in backend.own_secrets(generation, stale):
-                    undefine(self.conf, each)
+                # Without its library nobody can have been given one.
+                with contextlib.suppress(exc.MissingDependency):
+                    for each in backend.own_secrets(generation, stale):
+                        undefine(self.conf, each)
         with self.store.writing() as tx:
             tx.delete(attachment)
 

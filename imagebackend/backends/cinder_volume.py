@@ -333,8 +333,10 @@ class CinderBackend(Backend):
             ("provisioning:max_vol_size", -1),
         ):
             limit = kind.extra_specs.get(key, "")
+            # An encrypted file is made smaller, and then grown.
+            asked = wanted - lost // GiB if sign > 0 else wanted
             # To Cinder an empty one is none.
-            if limit.isdigit() and sign * (int(limit) - wanted) > 0:
+            if limit.isdigit() and sign * (int(limit) - asked) > 0:
                 word = "least" if sign > 0 else "most"
                 raise exc.SizeRefused(
                     f"a disk of {size} bytes takes a volume of {wanted} GiB, and those "
@@ -1105,6 +1107,8 @@ class CinderBackend(Backend):
     # --- snapshots -----------------------------------------------------------------
 
     def snapshot(self, gen: Generation, snap_id: str, record: Record) -> Snapshot:
+        if not self.capabilities(gen).snapshot:
+            raise self._cannot("take a snapshot of", gen.id)
         volume = self._volume(gen)
         present = self._snapshots(volume, _SNAPSHOT + snap_id)
         if not present:
@@ -1355,10 +1359,13 @@ def _encrypted(handle: Handle) -> bool:
 
 
 def _known(image: ImageInfo, handle: Handle) -> bool:
-    """Whether Cinder fills a volume with the image itself. Into an encrypted file it
-    would by the kernel's dm-crypt, of which nothing is left in the file."""
-    files = attaching.is_file(str(handle.get("protocol", "")))
-    return image.source == _GLANCE and not (files and _encrypted(handle))
+    """Whether Cinder fills a volume with the image itself."""
+    if image.source != _GLANCE or not _encrypted(handle):
+        return image.source == _GLANCE
+    # An encrypted file it would fill by the kernel's dm-crypt, which is not what it
+    # made; in Ceph it cuts off what does not fit beside the header.
+    sized = image.virtual_size is not None or image.disk_format in ("raw", "iso")
+    return sized and not attaching.is_file(handle["protocol"])
 
 
 def _image_of(fill: Fill) -> ImageInfo | None:
