@@ -191,3 +191,20 @@ def test_a_network_disk_is_encrypted_above_its_protocol() -> None:
         "key-secret": f"s{layer.secret_uuid}",
         "file": {"driver": "rbd", "pool": "pool", "image": "image", "user": "me"},
     }
+
+
+def test_an_encrypted_file_that_is_full_is_no_longer_than_its_volume(
+    host: HostUnderTest,
+) -> None:
+    """Cinder attaches none that is; it made it longer as if it were raw."""
+    source = encrypted(host.path / "disk", "qcow2")
+    volume = 8 * MiB + luks.overhead("nfs")
+    subprocess.run(
+        ["qemu-img", "resize", "-q", "-f", "raw", source.path, str(volume)], check=True
+    )
+    layer = Encryption(luks.FORMAT, luks.secret_uuid(VOLUME))
+    host.raw_image(size=8 * MiB)
+    plain = FileSource(str(host.images / "raw-image.raw"), "raw")
+    unlocked = UnlockedSource(source, layer, secret())
+    QemuImg(host.conf).convert(plain, unlocked, target_is_blank=True)
+    assert Path(source.path).stat().st_size == volume
