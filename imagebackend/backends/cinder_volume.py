@@ -522,11 +522,7 @@ class CinderBackend(Backend):
     def _fill(self, gen: Generation, fill: Fill, target: Copyable) -> None:
         match fill:
             case Blank(fs=str() as fs, label=label):
-                size = gen.size
-                if isinstance(target, UnlockedSource):
-                    inside = QemuImg(self.conf).size_inside
-                    size = inside(target.source, target.encryption)
-                with self._scratch(size) as path:
+                with self._scratch(self._room(gen, target)) as path:
                     generic.make_filesystem(path, fs, label)
                     self._copy(FileSource(path, "raw"), target)
             case FromImage(image):
@@ -538,6 +534,12 @@ class CinderBackend(Backend):
                 raise exc.NotSupported(
                     f"backend {self.name!r} cannot fill by {type(fill).__name__}"
                 )
+
+    def _room(self, gen: Generation, target: Copyable) -> int:
+        """Bytes that fit into it."""
+        if isinstance(target, UnlockedSource):
+            return QemuImg(self.conf).size_inside(target.source, target.encryption)
+        return gen.size
 
     def _copy(self, source: Copyable, target: Copyable) -> None:
         # A new volume reads as zeros where the storage is thin; a block device may
@@ -1082,7 +1084,8 @@ class CinderBackend(Backend):
             self._borrowed(gen) as target,
         ):
             path = os.path.join(scratch, "whole.qcow2")
-            tool.create_overlay(path, gen.size, cached.path, cached.format)
+            size = self._room(gen, target)
+            tool.create_overlay(path, size, cached.path, cached.format)
             base = FileSource(cached.path, cached.format)
             whole = FileSource(path, "qcow2", base)
             tool.convert(whole, target, target_is_blank=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -268,6 +269,35 @@ def test_an_image_of_an_encrypted_disk_has_its_bytes(
                 assert guest.command("sum vda 100 1") == wanted
                 guest.poweroff()
             manager.destroy(copy.id)
+        manager.destroy(instance.id)
+
+
+@BACKENDS
+def test_an_encrypted_volume_is_filled_anew_in_place(
+    host: HostUnderTest,
+    manager: DiskManager,
+    cinder: CinderUnderTest,
+    images: Images,
+    backend: str,
+) -> None:
+    host.set("rebuild", "always", "cinder")
+    first, second = (os.urandom(MiB) for _ in range(2))
+    image, other = (
+        images.upload(cinder.cloud.admin, data, visibility="public")
+        for data in (first, second)
+    )
+    with encrypted(cinder, backend) as volume_type:
+        instance = host.instance(image, imagebackend__volume_type=volume_type)
+        manager.create(instance)
+        before = of(cinder, manager, instance.id)["id"]
+        for told, data in ((None, first), (other, second)):
+            if told is not None:
+                manager.rebuild(dataclasses.replace(instance, image=told))
+            (connection,) = manager.connect(instance.id)
+            assert decrypted(connection, 0, MiB) == data
+            manager.disconnect(instance.id)
+        assert of(cinder, manager, instance.id)["id"] == before
+        agree(host, manager)
         manager.destroy(instance.id)
 
 
