@@ -565,12 +565,15 @@ class Found:
     """An object met by ``scan``; a foreign one has no marker.
 
     :ivar handle: enough for the backend to ``delete`` it, if it is ours.
+    :ivar parts: its connections and snapshots, as far as their rows' handles must have
+        them: which that is, is for the backend to say.
     """
 
     name: str
     marker: Marker | None
     handle: Handle = field(default_factory=dict)
     allocated: int | None = None
+    parts: tuple[Handle, ...] = ()
 
 
 class Fenced(enum.StrEnum):

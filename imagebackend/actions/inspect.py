@@ -13,7 +13,7 @@ from imagebackend import model
 from imagebackend.actions import places
 from imagebackend.actions.context import Context, instance_of
 from imagebackend.actions.replace import known_instance
-from imagebackend.actions.settle import purge, settle
+from imagebackend.actions.settle import begin, purge, settle
 from imagebackend.backends.base import Backend
 from imagebackend.model import (
     JSON,
@@ -22,6 +22,7 @@ from imagebackend.model import (
     Finding,
     Found,
     GenerationState,
+    Handle,
     Instance,
     Inventory,
     Marker,
@@ -311,6 +312,42 @@ def _audit_found(
             "run `imagebackend recover --apply`; what it leaves is somebody else's "
             "doing",
         )
+    elif backend.TWINS and row.host_id == ctx.host.id:
+        _, loose = _parts(ctx, found, row)
+        if loose:
+            yield Finding(
+                Severity.ERROR,
+                f"{backend.name}: {found.name}",
+                f"has what is in no row: {', '.join(map(_words, loose))}",
+                "run `imagebackend recover --apply`",
+            )
+
+
+def _words(part: Handle) -> str:
+    return " ".join(f"{key} {value}" for key, value in part.items())
+
+
+def _parts(
+    ctx: Context, found: Found, row: GenerationRow
+) -> tuple[list[Handle], list[Handle]]:
+    """Handles of an object's connections and snapshots: those that are recorded, and
+    parts of it that are not."""
+    if not found.parts:
+        return [], []
+    with ctx.store.reading() as rows:
+        disk = rows.disk(row.disk_id) if row.disk_id else None
+        attachments, snapshots = rows.attachments(row.id), rows.snapshots(row.id)
+    recorded = [each.handle for each in attachments]
+    recorded += [each.handle for each in snapshots]
+    holders = [row, disk, *attachments, *snapshots]
+    if any(each.operation_id for each in holders if each is not None):
+        # What it makes, it may not have recorded yet.
+        return recorded, []
+    return recorded, [
+        part
+        for part in found.parts
+        if not any(part.items() <= handle.items() for handle in recorded)
+    ]
 
 
 def _is_twin(found: Found, row: GenerationRow) -> bool:
@@ -329,11 +366,26 @@ def _drop_twins(ctx: Context, name: str) -> Iterator[Finding]:
             continue
         with ctx.store.reading() as rows:
             row = rows.generation(found.marker.generation_id)
-        if row is None or row.host_id != ctx.host.id or not _is_twin(found, row):
+        if row is None or row.host_id != ctx.host.id:
             continue
-        if backend.drop_twins(ctx.generation(row)):
-            what = f"was a second object of generation {row.id}: removed"
-            yield Finding(Severity.OK, f"{name}: {found.name}", what)
+        if not _is_twin(found, row) and not _parts(ctx, found, row)[1]:
+            continue
+        subject = f"{name}: {found.name}"
+        try:
+            with begin(ctx, "recover", row.instance_id or row.id) as operation:
+                # Nothing is made there now; what was seen may be recorded by now.
+                recorded, _ = _parts(ctx, found, row)
+                count = backend.drop_twins(ctx.generation(row), recorded)
+                with ctx.store.writing() as tx:
+                    operation.finish(tx)
+        except exc.Busy as error:
+            yield Finding(
+                Severity.WARNING, subject, error.message, action="left as it is"
+            )
+            continue
+        if count:
+            what = f"{count} beside what is recorded of generation {row.id}: removed"
+            yield Finding(Severity.OK, subject, what)
 
 
 def _audit_disk(ctx: Context, disk: DiskRow) -> Iterator[Finding]:

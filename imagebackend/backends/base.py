@@ -188,8 +188,8 @@ class Backend(abc.ABC):
     #: Whether it can clone an image where it lies: then ``ImageInfo.locations`` says
     #: where that is.
     CLONES_IMAGES: ClassVar[bool] = False
-    #: Whether a lost answer can leave a second object with one marker: where the
-    #: storage gives the names.
+    #: Whether a lost answer can leave a second object with one marker, or a connection
+    #: or snapshot that no row has: where the storage gives the names.
     TWINS: ClassVar[bool] = False
 
     def __init__(self, name: str, conf: cfg.ConfigOpts, deployment_id: str) -> None:
@@ -339,13 +339,14 @@ class Backend(abc.ABC):
         _ = project_id
         return ()
 
-    def drop_twins(self, gen: Generation) -> int:
+    def drop_twins(self, gen: Generation, recorded: Sequence[Handle]) -> int:
         """Remove what has the generation's marker beside the object that is recorded,
-        and only what is certainly ours.
+        and what hangs on that and is not recorded; only what is certainly ours.
 
+        :param recorded: handles of its connections and snapshots.
         :returns: how many there were.
         """
-        _ = gen
+        _ = gen, recorded
         return 0
 
     def close(self) -> None:

@@ -443,12 +443,28 @@ class Cinder:
         search: dict[str, Any] = {"volume_id": volume["id"]}
         if project_of(volume) != self.project_id:
             search["all_tenants"] = 1
+        return self._attachments(
+            f"list the attachments of volume {volume['id']}", search
+        )
+
+    def all_attachments(self) -> list[JSON]:
+        """Of the service's project."""
+        return self._attachments("list attachments", {})
+
+    def _attachments(self, what: str, search: Mapping[str, Any]) -> list[JSON]:
         return self.ask(
-            f"list the attachments of volume {volume['id']}",
+            what,
             lambda spoken: [
                 _plain(each)
                 for each in spoken.attachments.list(detailed=True, search_opts=search)
             ],
+        )
+
+    def all_snapshots(self) -> list[JSON]:
+        """Of the service's project."""
+        return self.ask(
+            "list snapshots",
+            lambda spoken: [_plain(each) for each in spoken.volume_snapshots.list()],
         )
 
     def attachment(self, attachment_id: str) -> JSON | None:

@@ -103,6 +103,8 @@ _A_DISK = Want(GiB, Role.ROOT, None, "")
 _PAUSE = 0.5
 #: Seconds for which what a thread has just read of a volume is still so.
 _FRESH = 1.0
+#: Seconds for which a request that got no answer may still be carried out.
+_LATE = 120.0
 #: How often a volume is asked for whose request got no answer.
 _TRIES = 4
 _LOST_PAUSE = 1.0
@@ -387,9 +389,11 @@ class CinderBackend(Backend):
             if present is None:
                 record(handle)
                 undo.callback(self._remove_made, gen, request)
-                present = request.send()
+                present = request.send(lambda lost: record({**handle, "lost": lost}))
             volume_id = present["id"]
             handle = {**handle, "volume": volume_id}
+            if request.lost:
+                handle["lost"] = request.lost
             record(handle)
             present = self._available(present, request.timeout)
             if int(present["size"]) * GiB < gen.size:
@@ -445,9 +449,10 @@ class CinderBackend(Backend):
     def _attach(
         self, volume: JSON, gen: Generation, connector: JSON | None, mode: str = "rw"
     ) -> JSON:
-        """A new attachment. One whose answer was lost is found, and made again."""
+        """A new attachment. One whose answer was lost is dropped, and made again."""
         what = f"attach volume {volume['id']}"
         instance_id = gen.instance_id or gen.id
+        reserves, lost = connector is None, False
         mode = mode if self._cinder.version >= (3, ATTACH_MODE) else "null"
         for last in reversed(range(_TRIES)):
             try:
@@ -458,21 +463,32 @@ class CinderBackend(Backend):
                     ),
                     again=False,
                 )
-                return made
-            except exc.StorageUnavailable:
-                if not last:
+            except exc.StorageError as error:
+                # It refuses a second one while the first is being made.
+                if not (lost or isinstance(error, exc.StorageUnavailable)) or not last:
                     raise
+                lost = True
                 time.sleep(_PAUSE)
-                present = self._cinder.volume(volume["id"])
-                if present is not None:
-                    self._drop_lost(present, gen, reservations=connector is None)
+                self._drop_lost(volume, gen, reservations=reserves)
+                continue
+            if lost:
+                # The first one may have been made only now.
+                self._drop_lost(volume, gen, reservations=reserves, keep=made["id"])
+            return made
         raise AssertionError("not reached")
 
     def _drop_lost(
-        self, volume: JSON, gen: Generation, *, reservations: bool = False
+        self,
+        volume: JSON,
+        gen: Generation,
+        *,
+        reservations: bool = False,
+        keep: str = "",
     ) -> None:
         """Attachments that nobody can know of: requested here, their answer lost."""
         for each in self._cinder.attachments(volume):
+            if each["id"] == keep:
+                continue
             if each["status"] == "reserved" and reservations:
                 self._cinder.delete_attachment(each["id"])
             # On another host one of a shareable volume may be in the making.
@@ -615,6 +631,13 @@ class CinderBackend(Backend):
     def delete(self, gen: Generation) -> None:
         self._own(gen)
         self._remove(gen)
+        if time.time() < gen.handle.get("lost", 0.0) + _LATE:
+            raise exc.Debt(
+                f"backend {self.name!r}: a request for a volume of generation {gen.id} "
+                f"got no answer, and may still be carried out: it is looked for again",
+                backend=self.name,
+                generation=gen.id,
+            )
 
     def _remove_made(self, gen: Generation, request: _Request) -> None:
         """What a create that failed has made."""
@@ -631,11 +654,35 @@ class CinderBackend(Backend):
         for each in {volume["id"]: volume for volume in found if volume}.values():
             self._remove_volume(gen, each)
 
-    def drop_twins(self, gen: Generation) -> int:
-        # A tenant may write our metadata onto volumes of its own.
+    def drop_twins(self, gen: Generation, recorded: Sequence[Handle]) -> int:
+        # A tenant may write our metadata onto volumes of its own, and our names.
         if self._own(gen) != self._cinder.project_id or "volume" not in gen.handle:
             return 0
-        return self._drop_twins(gen, gen.handle["volume"])
+        count = self._drop_twins(gen, gen.handle["volume"])
+        volume = self._find(gen)
+        if volume is None:
+            return count
+        known = {value for handle in recorded for value in handle.values()}
+        attachments, snapshots = (
+            self._cinder.attachments(volume),
+            self._snapshots(volume),
+        )
+        loose = [
+            part
+            for part in _parts(attachments, snapshots).get(volume["id"], ())
+            if known.isdisjoint(part.values())
+        ]
+        for each in loose:
+            LOG.warning("volume %s has %s, which is in no row", volume["id"], each)
+            if "attachment" in each:
+                self._cinder.delete_attachment(each["attachment"])
+        dropped = [each["snapshot"] for each in loose if "snapshot" in each]
+        if dropped:
+            with self._free(gen, self._volume(gen)):
+                for each in snapshots:
+                    if each["id"] in dropped:
+                        self._drop_snapshot(each)
+        return count + len(loose)
 
     def _drop_twins(self, gen: Generation, keep: str) -> int:
         twins = [each for each in self._marked(gen) if each["id"] != keep]
@@ -752,6 +799,11 @@ class CinderBackend(Backend):
     ) -> Connection:
         self._own(gen)
         volume = self._just_seen(gen) or self._volume(gen)
+        if volume["status"] == "attaching" and not gen.shareable:
+            # Nobody else may do that now: by a request that got no answer, and was
+            # carried out when its verb had ended.
+            self._drop_lost(volume, gen)
+            volume = self._volume(gen)
         self._must_be_usable(volume, gen)
         mine = [
             each["attachment_id"]
@@ -924,12 +976,15 @@ class CinderBackend(Backend):
 
     def scan(self) -> Iterator[Found]:
         found = self._cinder.volumes()
+        # In other projects, what hangs on them may be somebody else's.
+        parts = _parts(self._cinder.all_attachments(), self._cinder.all_snapshots())
         if self.options.owner != "service":
             theirs = self._cinder.volumes("", **{_DEPLOYMENT: self.deployment_id})
             found = list({each["id"]: each for each in [*found, *theirs]}.values())
         for volume in found:
             handle = {"asked": True, "volume": volume["id"]}
-            yield Found(volume["id"], _marker_of(volume), handle)
+            hanging = tuple(parts.get(volume["id"], ()))
+            yield Found(volume["id"], _marker_of(volume), handle, parts=hanging)
 
     def capacity(self) -> Sequence[Inventory]:
         found = []
@@ -1265,8 +1320,9 @@ class _Request:
         self._gen = gen
         self._auth = auth
         self._arguments = self._of(fill)
-        #: An answer was lost: there may be a volume that nobody knows of.
-        self.lost = False
+        #: When an answer was lost: since then there may be a volume that nobody knows
+        #: of, or come to be.
+        self.lost = 0.0
         self.volume_id = ""
 
     @property
@@ -1277,8 +1333,11 @@ class _Request:
             timeout += options.create_timeout_per_gb * self._arguments["size"]
         return timeout
 
-    def send(self) -> JSON:
-        """Ask for it once; after a lost answer, look before asking again."""
+    def send(self, record: Callable[[float], None]) -> JSON:
+        """Ask for it once; after a lost answer, look before asking again.
+
+        :param record: when an answer was lost.
+        """
         for last in reversed(range(_TRIES)):
             try:
                 made: JSON = self._backend._cinder.ask(
@@ -1288,7 +1347,8 @@ class _Request:
                     auth=self._auth,
                 )
             except exc.StorageUnavailable:
-                self.lost = True
+                self.lost = time.time()
+                record(self.lost)
                 if not last:
                     raise
                 time.sleep(_LOST_PAUSE)
@@ -1369,6 +1429,25 @@ def _known(image: ImageInfo, handle: Handle) -> bool:
     # made; in Ceph it cuts off what does not fit beside the header.
     sized = image.virtual_size is not None or image.disk_format in ("raw", "iso")
     return sized and not attaching.is_file(handle["protocol"])
+
+
+def _parts(
+    attachments: Sequence[JSON], snapshots: Sequence[JSON]
+) -> dict[str, list[Handle]]:
+    """By volume: what must be in a row, or is left of a lost answer. One reservation
+    need not, and what is attached and is not ours, is somebody's."""
+    found: dict[str, list[Handle]] = {}
+    reserved = set()
+    for each in sorted(attachments, key=lambda each: str(each["id"])):
+        volume_id = each["volume_id"]
+        if each["status"] == "reserved" and volume_id not in reserved:
+            reserved.add(volume_id)
+        elif each["status"] in ("reserved", "attaching"):
+            found.setdefault(volume_id, []).append({"attachment": each["id"]})
+    for each in snapshots:
+        if (each["name"] or "").startswith(_SNAPSHOT):
+            found.setdefault(each["volume_id"], []).append({"snapshot": each["id"]})
+    return found
 
 
 def _image_of(fill: Fill) -> ImageInfo | None:

@@ -356,6 +356,9 @@ class Reader:
     def snapshot(self, snapshot_id: str) -> SnapshotRow | None:
         return self._one(SnapshotRow, id=snapshot_id)
 
+    def snapshots(self, generation_id: str) -> list[SnapshotRow]:
+        return self._all(SnapshotRow, generation_id=generation_id)
+
     def snapshots_of(self, operation_id: str) -> list[SnapshotRow]:
         return self._all(SnapshotRow, operation_id=operation_id)
 

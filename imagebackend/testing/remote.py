@@ -245,7 +245,7 @@ class SlowRemoteBackend(Backend):
                 raise exc.StorageUnavailable(f"volume {volume.id} is still being made")
             time.sleep(_WAIT)
 
-    def drop_twins(self, gen: Generation) -> int:
+    def drop_twins(self, gen: Generation, recorded: Sequence[Handle]) -> int:
         return self._drop_twins(gen, str(gen.handle["id"]))
 
     def _drop_twins(self, gen: Generation, keep: str) -> int:

@@ -598,7 +598,7 @@ def test_where_quota_has_no_room_a_rebuild_is_in_place_if_that_is_wanted(
     with connected(manager, instance.id) as (source,):
         write(source, 0x5A)
     with quota(cinder, volumes=1):
-        with pytest.raises(exc.StorageFull, match="VolumeLimitExceeded|volumes"):
+        with pytest.raises(exc.StorageFull, match="volumes"):
             manager.rebuild(instance)
         agree(host, manager)
         with connected(manager, instance.id) as (source,):
