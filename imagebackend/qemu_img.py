@@ -131,6 +131,19 @@ class QemuImg:
         argv += [image_opts(source), image_opts(target)]
         self._copy(argv, progress, what, _secrets(source, target))
 
+    def zero(self, target: Source, offset: int, size: int) -> None:
+        """Let ``size`` bytes from ``offset`` on read as zeros; what they took up is
+        given back where the storage can do that."""
+        nothing = {"driver": "null-co", "size": size, "read-zeroes": "on"}
+        part = {
+            "driver": "raw",
+            "offset": offset,
+            "size": size,
+            "file": target.image_opts(),
+        }
+        argv = ["convert", "-n", "--image-opts", "--target-image-opts"]
+        self._copy([*argv, _joined(nothing), _joined(part)], None, "zero", ())
+
     def convert_to_file(
         self,
         source: Copyable,

@@ -1090,10 +1090,12 @@ class CinderBackend(Backend):
                 f"filled anew only when it is not",
                 volume=volume["id"],
             )
-        able = self._cinder.version >= (3, REIMAGE)
-        if able and self._by_cinder(fill, gen.handle):
+        needs = fill.image.info.virtual_size
+        able = self._cinder.version >= (3, REIMAGE) and needs is not None
+        if able and self._by_cinder(fill, gen.handle) and not _encrypted(gen.handle):
             with self._free(gen, volume):
                 self._reimage_by_cinder(volume, fill.image.info)
+            self._zero(gen, needs or 0)
         else:
             self._overwrite(gen, fill)
 
@@ -1128,6 +1130,15 @@ class CinderBackend(Backend):
             options.create_timeout + options.create_timeout_per_gb * volume["size"]
         )
         self._cinder.wait(volume_id, done, timeout, f"{what} has ended")
+
+    def _zero(self, gen: Generation, offset: int) -> None:
+        """What is behind the image, and would still be the old disk's: Cinder writes no
+        further than the image goes."""
+        if offset < gen.size:
+            with self._borrowed(gen) as target:
+                # Not an encrypted one.
+                assert not isinstance(target, UnlockedSource)
+                QemuImg(self.conf).zero(target, offset, gen.size - offset)
 
     def _overwrite(self, gen: Generation, fill: FromImage) -> None:
         """By this host; zeros too, to the disk's end."""

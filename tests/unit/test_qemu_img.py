@@ -595,3 +595,30 @@ def test_output_that_is_no_text_is_still_read() -> None:
     assert processes.require("sh", "dash").endswith("/sh")
     with pytest.raises(exc.MissingDependency, match="no-such-program"):
         processes.require("no-such-program", "none")
+
+
+@pytest.mark.parametrize("format_", ["raw", "qcow2"])
+def test_zeroed_bytes_are_zeros_and_take_up_nothing(
+    tmp_path: Path, qemu_img: QemuImg, format_: str
+) -> None:
+    path = str(tmp_path / "disk")
+    qemu_img.create(path, 8 * MiB, format_)
+    source = FileSource(path, format_)
+    subprocess.run(
+        ["qemu-io", "-f", format_, "-c", "write -P 90 0 8M", path],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    before = os.stat(path).st_blocks
+    qemu_img.zero(source, 3 * MiB + 512, 5 * MiB - 512)
+    told = subprocess.run(
+        [
+            *("qemu-io", "-r", "-f", format_, "-c", "read -P 90 0 3146240"),
+            *("-c", "read -P 0 3146240 5242368", path),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert "verification failed" not in told and told.count("read ") >= 2
+    assert os.stat(path).st_blocks < before / 2
