@@ -378,6 +378,24 @@ def test_two_may_wait_for_the_same_thing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not poller._waiters
 
 
+def test_looks_never_overlap(storage: Storage, pool: ThreadPoolExecutor) -> None:
+    """All are due at the same moment, and a look takes a while."""
+    storage.gate = _Slow()
+    poller: Poller[str] = Poller(storage.look, FIRST, FIRST)
+    futures = [waiting(pool, poller, f"key-{number}") for number in range(20)]
+    begun = len(storage.looks)
+    until(lambda: len(storage.looks) >= begun + 5 or futures[0].done())
+    storage.now = {f"key-{number}": "ready" for number in range(20)}
+    ended(*futures)
+    assert {each.result() for each in futures} == {"ready"}
+
+
+class _Slow(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        time.sleep(0.003)
+        return True
+
+
 def test_what_is_seen_while_done_thinks_is_not_lost(
     storage: Storage, poller: Poller[str], pool: ThreadPoolExecutor
 ) -> None:
