@@ -420,7 +420,7 @@ def test_a_first_request_that_was_still_running_leaves_no_twin(
     assert len(stub.sent("POST", "/volumes")) == 2
     stub.settle()
     assert list(stub.volumes) == [gen.handle["volume"]]
-    assert backend.drop_twins(gen) == 0
+    assert backend.drop_twins(gen, []) == 0
 
 
 def test_a_first_request_that_ends_late_is_found_by_recovery(
@@ -430,7 +430,7 @@ def test_a_first_request_that_ends_late_is_found_by_recovery(
     gen = created(backend, generation(backend))
     stub.settle()
     assert len(stub.volumes) == 2
-    assert backend.drop_twins(gen) == 1
+    assert backend.drop_twins(gen, []) == 1
     assert list(stub.volumes) == [gen.handle["volume"]]
 
 
