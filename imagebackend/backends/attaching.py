@@ -65,7 +65,9 @@ def needs_host(handle: Handle) -> bool:
     return str(handle.get("protocol", "")).lower() not in _CEPH
 
 
-def connector(options: cfg.ConfigOpts.GroupAttr, to: Connector, full: bool) -> JSON:
+def connector(
+    conf: cfg.ConfigOpts, options: cfg.ConfigOpts.GroupAttr, to: Connector, full: bool
+) -> JSON:
     """What Cinder is told of this host.
 
     :param full: with what os-brick finds out: initiators, and the like.
@@ -76,6 +78,8 @@ def connector(options: cfg.ConfigOpts.GroupAttr, to: Connector, full: bool) -> J
         "multipath": bool(options.multipath),
     }
     if full:
+        # What os-brick lacks is told before anything is attached.
+        _set_up(conf, options)
         found |= _initiators(options.root_helper, bool(options.multipath))
     # As Nova on this host says it: storages know the host by it already.
     found["host"] = to.hostname

@@ -817,7 +817,7 @@ class CinderBackend(Backend):
                 # Nobody but us takes it away, but an administrator can.
                 self._reserve(volume, gen)
                 connector = attaching.connector(
-                    self.options, to, attaching.needs_host(gen.handle)
+                    self.conf, self.options, to, attaching.needs_host(gen.handle)
                 )
                 mode = "ro" if readonly else "rw"
                 made = self._attach(volume, gen, connector, mode)
