@@ -7,18 +7,26 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
+from oslo_config import cfg
+from stevedore import DriverManager
 
 import imagebackend
+import imagebackend.conf
 from imagebackend import DiskManager
 from imagebackend import exceptions as exc
-from imagebackend.backends.qcow2 import Qcow2Backend
-from imagebackend.backends.raw import RawBackend
+from imagebackend.backends import cinder_volume
+from imagebackend.backends.base import Backend
+from imagebackend.cli.app import NAMESPACE, Commands, ImageBackendApp
+from imagebackend.conf.backends import DRIVER
+from imagebackend.conf.keystone import keystone_options, plugin_options
 from imagebackend.libvirt.guest import Guest
 from imagebackend.model import Capabilities, DiskState, Generation
 from imagebackend.qemu_img import QemuImg
@@ -205,20 +213,44 @@ def test_every_folder_of_the_state_path_is_told_of(
             assert mode in row or "yours" in row, (name, mode)
 
 
-def test_the_table_of_capabilities_is_true(host: HostUnderTest) -> None:
-    from imagebackend.backends.ceph_rbd import RbdBackend
+#: What the columns of the tables stand for: a driver, and what is known of a disk.
+COLUMNS: dict[str, tuple[str, dict[str, object]]] = {
+    "qcow2": ("qcow2", {}),
+    "raw": ("raw", {}),
+    "rbd": ("rbd", {}),
+    "cinder, network": ("cinder", {"protocol": "ceph"}),
+    "cinder, files": ("cinder", {"protocol": "NFS"}),
+}
 
-    text = (DOC / "driver/capabilities.rst").read_text()
-    lines = text[text.index("capability  ") :].split("\n\n")[0].splitlines()
-    cells = [line.split(None, 3) for line in lines if line[0] != "="]
-    assert cells[0] == ["capability", "qcow2", "raw", "rbd"]
-    gen = Generation("g", "d", "root", None, "", "", "b", "folder:new", 0, "raw")
-    found = [
-        driver("b", host.conf, "").capabilities(gen)
-        for driver in (Qcow2Backend, RawBackend, RbdBackend)
-    ]
-    told = {name: values for name, *values in cells[1:]}
-    assert told == {
+
+def driver(name: str) -> type[Backend]:
+    found = DriverManager("imagebackend.backends", name).driver
+    return cast("type[Backend]", found)
+
+
+def able(host: HostUnderTest, column: str, **more: object) -> Capabilities:
+    name, facts = COLUMNS[column]
+    found = driver(name)
+    host.conf.register_opts(found.OPTIONS, group=name)
+    gen = Generation(
+        *("g", "d", "root", None, "", "", name, "folder:new", 0, "raw"),
+        handle={**facts, **more},
+    )
+    return found(name, host.conf, "").capabilities(gen)
+
+
+def table(page: str, first: str) -> list[list[str]]:
+    """Cells of the table whose header begins with a word."""
+    text = (DOC / page).read_text()
+    lines = text[text.index(f"{first}  ") :].split("\n\n")[0].splitlines()
+    return [re.split(r"  +", line) for line in lines if line[0] != "="]
+
+
+def test_the_table_of_capabilities_is_true(host: HostUnderTest) -> None:
+    header, *cells = table("driver/capabilities.rst", "capability")
+    assert header == ["capability", *COLUMNS]
+    found = [able(host, column) for column in COLUMNS]
+    assert {name: values for name, *values in cells} == {
         field.name: [shown(getattr(each, field.name)) for each in found]
         for field in dataclasses.fields(Capabilities)
         # That one is what the operator wants.
@@ -227,33 +259,31 @@ def test_the_table_of_capabilities_is_true(host: HostUnderTest) -> None:
 
 
 def test_the_table_of_features_is_true(host: HostUnderTest) -> None:
-    from imagebackend.backends.ceph_rbd import RbdBackend
-
-    text = (DOC / "operator/features.rst").read_text()
-    lines = text[text.index("feature  ") :].split("\n\n")[0].splitlines()
-    told = [re.split(r"  +", line) for line in lines if line[0] != "="]
-    drivers = {"qcow2": Qcow2Backend, "raw": RawBackend, "rbd": RbdBackend}
-    assert told[0] == ["feature", *drivers]
-    gen = Generation("g", "d", "root", None, "", "", "b", "folder:new", 0, "raw")
-    able = [driver("b", host.conf, "").capabilities(gen) for driver in drivers.values()]
-    classes = drivers.values()
-    assert told[1:] == [
-        ["grow a running guest's disk", *(shown(each.live_resize) for each in able)],
-        ["snapshot of a running guest", *(shown(each.live_snapshot) for each in able)],
-        ["shareable disks", *(shown(each.shareable) for each in able)],
+    header, *cells = table("operator/features.rst", "feature")
+    titles = {"cinder, network": "cinder, network types"}
+    titles["cinder, files"] = "cinder, file types"
+    assert header == ["feature", *(titles.get(name, name) for name in COLUMNS)]
+    found = [able(host, column) for column in COLUMNS]
+    classes = [driver(name) for name, _ in COLUMNS.values()]
+    may_share = [able(host, column, multiattach=True).shareable for column in COLUMNS]
+    shareable = [
+        shown(each.shareable) if each.shareable == may else "by type"
+        for each, may in zip(found, may_share, strict=True)
+    ]
+    pools = [
+        shown("pools" in [option.dest for option in each.OPTIONS]) for each in classes
+    ]
+    assert cells == [
+        ["grow a running guest's disk", *(shown(each.live_resize) for each in found)],
+        ["snapshot of a running guest", *(shown(each.live_snapshot) for each in found)],
+        ["shareable disks", *shareable],
         [
             "clone an image where it lies",
-            *(shown(driver.CLONES_IMAGES) for driver in classes),
+            *(shown(each.CLONES_IMAGES) for each in classes),
         ],
-        ["flatten", *(shown(each.flatten) for each in able)],
-        [
-            "pools",
-            *(
-                shown("pools" in [option.dest for option in driver.OPTIONS])
-                for driver in classes
-            ),
-        ],
-        ["volume types", *(shown(driver.VOLUME_TYPES) for driver in classes)],
+        ["flatten", *(shown(each.flatten) for each in found)],
+        ["pools", *pools],
+        ["volume types", *(shown(each.VOLUME_TYPES) for each in classes)],
     ]
 
 
@@ -261,6 +291,114 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+# --- what an operator copies ------------------------------------------------------
+
+
+def test_options_of_the_operators_files_exist(host: HostUnderTest) -> None:
+    known = imagebackend.conf.names(host.conf)
+    seen = 0
+    for page in pages("operator"):
+        for text in blocks(page, "ini"):
+            sections: dict[str, dict[str, list[str]]] = {}
+            cfg.ConfigParser(write(host.path / "block.conf", text), sections).parse()
+            for group, values in sections.items():
+                if group in known:
+                    names = known[group] | keystone_names_of(host, group, values)
+                else:
+                    names = options_of(host, group, values)
+                assert set(values) <= names, (page, group, set(values) - names)
+                seen += len(values)
+    assert seen > 30
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def keystone_names_of(
+    host: HostUnderTest, group: str, values: Mapping[str, list[str]]
+) -> set[str]:
+    """Those of the plugin that the block chooses."""
+    if "auth_type" not in values:
+        return set()
+    host.conf.register_opts(keystone_options(), group=group)
+    host.conf.set_override("auth_type", values["auth_type"][0], group)
+    return {
+        spelling
+        for option in (*keystone_options(), *plugin_options(host.conf, group))
+        for spelling in (option.name, option.dest)
+    }
+
+
+def options_of(
+    host: HostUnderTest, group: str, values: Mapping[str, list[str]]
+) -> set[str]:
+    """Of a backend's group."""
+    found = driver(values.get("driver", [group])[0])
+    names = {option.dest for option in (DRIVER, *found.OPTIONS)}
+    return names | keystone_names_of(host, group, values)
+
+
+def test_options_that_the_pages_of_cinder_name_exist() -> None:
+    options = {
+        option.name: option
+        for _, group in imagebackend.conf.list_opts()
+        for option in group
+    }
+    for page in ("operator/cinder.rst", "operator/stuck.rst"):
+        text = (DOC / page).read_text()
+        for name in re.findall(r"``([a-z_]+) = ", text):
+            assert name in {*options, "driver", "multiattach"}, (page, name)
+        told = set(re.findall(r"``([a-z]+(?:_[a-z]+)+)``", text))
+        others = {
+            # Of Cinder, of a flavor, of an image, and of the metadata.
+            *("rbd_user", "rbd_secret_uuid", "max_vol_size"),
+            *("error_extending", "error_deleting"),
+            *("ephemeral_volume_type", "swap_volume_type", "cinder_img_volume_type"),
+            *(each for each in vars(cinder_volume).values() if isinstance(each, str)),
+        }
+        assert told <= {*options, *others}, told - {*options, *others}
+
+
+def test_flavor_keys_of_the_operators_pages_are_known() -> None:
+    known = {*FLAVOR_KEYS, *QUOTA_KEYS}
+    for page in pages("operator"):
+        text = (DOC / page).read_text()
+        for key in re.findall(r"--property ([a-z]+:\w+)=", text):
+            assert key in known, (page, key)
+        for key in re.findall(r"``(imagebackend:\w+)(?: = [^`]+)?``", text):
+            assert key in known, (page, key)
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """Of the library, as a shell would run them."""
+    for text in blocks(page, "console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=False)
+            if words[:2] in (["$", "imagebackend"], ["#", "imagebackend"]):
+                yield words[2:]
+
+
+def test_commands_of_the_operators_pages_are_right(host: HostUnderTest) -> None:
+    flavors = host.path / "flavors.json"
+    flavors.write_text("[]")
+    seen = set()
+    for page in pages("operator"):
+        for words in commands(page):
+            manager = Commands(NAMESPACE)
+            command, name, rest = manager.find_command(words)
+            parser = command(ImageBackendApp(), None).get_parser(name)
+            rest = [str(flavors) if each == flavors.name else each for each in rest]
+            parser.parse_args(rest)  # exits for what it does not know
+            seen.add((page, name))
+    assert {
+        ("operator/cinder.rst", "config check"),
+        ("operator/cinder.rst", "demo"),
+        ("operator/stuck.rst", "recover"),
+    } <= seen
 
 
 def test_every_page_is_short_and_in_a_toctree() -> None:
