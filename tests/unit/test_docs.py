@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from oslo_config import cfg
@@ -224,8 +224,8 @@ COLUMNS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def driver(name: str) -> type[Backend]:
-    found = DriverManager("imagebackend.backends", name).driver
-    return cast("type[Backend]", found)
+    manager: Any = DriverManager("imagebackend.backends", name)
+    return cast("type[Backend]", manager.driver)
 
 
 def able(host: HostUnderTest, column: str, **more: object) -> Capabilities:
