@@ -270,7 +270,8 @@ def _configuration(folder: str, backend: str, theirs: cfg.ConfigOpts) -> cfg.Con
     if backend not in _EMBEDDED:
         found = Backends(theirs, str).driver(backend)
         all_ = [DRIVER, *found.OPTIONS, *found.chosen_options(theirs, backend)]
-        conf.register_opts(all_, group=backend)
+        for each in (theirs, conf):
+            each.register_opts(all_, group=backend)
         for option in all_:
             conf.set_override(option.dest, theirs[backend][option.dest], backend)
         if "mount_path" in conf[backend] and not conf[backend].mount_path:
