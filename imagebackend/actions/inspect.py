@@ -148,20 +148,10 @@ def recover(ctx: Context, *, dry_run: bool) -> Iterator[Finding]:
                 debt.reason or "is still to be purged",
                 action="would be purged",
             )
+    yield from _recover_twins(ctx, dry_run=dry_run)
     if dry_run:
         return
     yield from purge(ctx, [debt for debt in debts if debt.operation_id not in live])
-    for name in ctx.backends.names:
-        try:
-            if ctx.backends.driver(name).TWINS:
-                yield from _drop_twins(ctx, name)
-        except exc.ImageBackendError as error:
-            yield Finding(
-                Severity.WARNING,
-                f"backend {name}",
-                f"second objects could not be looked for: {error.message}",
-                action="left as it is",
-            )
     for name in ctx.operations.sweep():
         yield Finding(Severity.OK, f"lock {name}", "had no owner: removed")
     for name in ctx.cache.sweep():
@@ -358,7 +348,21 @@ def _is_twin(found: Found, row: GenerationRow) -> bool:
     )
 
 
-def _drop_twins(ctx: Context, name: str) -> Iterator[Finding]:
+def _recover_twins(ctx: Context, *, dry_run: bool) -> Iterator[Finding]:
+    for name in ctx.backends.names:
+        try:
+            if ctx.backends.driver(name).TWINS:
+                yield from _drop_twins(ctx, name, dry_run=dry_run)
+        except exc.ImageBackendError as error:
+            yield Finding(
+                Severity.WARNING,
+                f"backend {name}",
+                f"what is in no row could not be looked for: {error.message}",
+                action="left as it is",
+            )
+
+
+def _drop_twins(ctx: Context, name: str, *, dry_run: bool) -> Iterator[Finding]:
     """Objects beside the recorded ones, which a lost answer left."""
     backend = ctx.backends.get(name)
     for found in list(backend.scan()):
@@ -371,6 +375,14 @@ def _drop_twins(ctx: Context, name: str) -> Iterator[Finding]:
         if not _is_twin(found, row) and not _parts(ctx, found, row)[1]:
             continue
         subject = f"{name}: {found.name}"
+        if dry_run:
+            yield Finding(
+                Severity.WARNING,
+                subject,
+                f"is beside what is recorded of generation {row.id}, or has more",
+                action="would be removed",
+            )
+            continue
         try:
             with begin(ctx, "recover", row.instance_id or row.id) as operation:
                 # Nothing is made there now; what was seen may be recorded by now.

@@ -264,7 +264,7 @@ def _snapshot_source(
         state=GenerationState.DEBT,
         operation_id=operation.id,
         backend=row.backend,
-        scope=row.scope,
+        scope=ctx.backend(row).scope_of_copies(ctx.generation(row)),
         size=taken.size,
         format=row.format,
         handle={},

@@ -43,6 +43,8 @@ LOG = log.getLogger(__name__)
 BLOCK = BlockSource
 _RBD = "rbd"
 _CEPH = ("ceph", _RBD)
+#: Of no effect: what needs root, privsep does ([privsep_osbrick] says how).
+_ROOT = "sudo"
 #: Protocols of volumes that are files on a share.
 _FILES = frozenset(("nfs", "glusterfs", "smbfs", "quobyte", "vzstorage", "scality"))
 _LIMITS = frozenset(
@@ -80,7 +82,7 @@ def connector(
     if full:
         # What os-brick lacks is told before anything is attached.
         _set_up(conf, options)
-        found |= _initiators(options.root_helper, bool(options.multipath))
+        found |= _initiators(bool(options.multipath))
     # As Nova on this host says it: storages know the host by it already.
     found["host"] = to.hostname
     address = to.ip or options.my_ip
@@ -90,13 +92,13 @@ def connector(
 
 
 @functools.lru_cache(maxsize=8)
-def _initiators(root_helper: str, multipath: bool) -> Mapping[str, Any]:
+def _initiators(multipath: bool) -> Mapping[str, Any]:
     _as_root()
     from os_brick.initiator import connector as brick
 
     with _quiet():
         found: JSON = brick.get_connector_properties(
-            root_helper, None, multipath, enforce_multipath=multipath
+            _ROOT, None, multipath, enforce_multipath=multipath
         )
     return {key: value for key, value in found.items() if value is not None}
 
@@ -190,15 +192,17 @@ def _network(
     conf: cfg.ConfigOpts, options: cfg.ConfigOpts.GroupAttr, info: JSON
 ) -> NetworkSource:
     user = info.get("auth_username") if info.get("auth_enabled") else None
+    cluster = _cluster(conf, options, user or "")
     hosts = zip(info.get("hosts") or (), info.get("ports") or (), strict=True)
     return NetworkSource(
         protocol=_RBD,
         name=info["name"],
         hosts=tuple(NetworkHost(name.strip("[]"), int(port)) for name, port in hosts),
         user=user,
-        secret_uuid=info.get("secret_uuid") if user else None,
+        # Where Cinder names none, it is ours to define.
+        secret_uuid=(info.get("secret_uuid") or cluster.secret_uuid) if user else None,
         secret_type="ceph" if user else None,
-        conf=_cluster(conf, options, user or "").tools_conf(),
+        conf=cluster.tools_conf(),
     )
 
 
@@ -236,7 +240,7 @@ def _brick(
         with _quiet():
             made = brick.InitiatorConnector.factory(
                 protocol,
-                options.root_helper,
+                _ROOT,
                 use_multipath=bool(options.multipath),
                 conn=info,
                 **{f"{protocol}_mount_point_base": mounts},

@@ -334,6 +334,10 @@ class Backend(abc.ABC):
     def capacity(self) -> Sequence[Inventory]:
         """Room. Starts no child process, opens no object."""
 
+    def scope_of_copies(self, gen: Generation) -> str:
+        """Scope of what this library makes of it for its own use, for a while."""
+        return gen.scope
+
     def volume_types(self, project_id: str) -> Sequence[str]:
         """Names of the volume types that a project may use."""
         _ = project_id

@@ -199,6 +199,12 @@ class Cinder:
             # keystoneauth makes do without an answer, whatever there was instead.
             with self._errors(f"ask Cinder at {data.url} which versions it speaks"):
                 answer = session.get(data.url, raise_exc=False)
+                if answer.status_code in (401, 403):
+                    raise self._refused(
+                        "ask which versions it speaks",
+                        answer.status_code,
+                        f"{answer.reason}: has the user the role service",
+                    )
                 status = f" (it answers {answer.status_code} {answer.reason})"
                 data = first.get_endpoint_data()
         if data is None or data.max_microversion is None:

@@ -276,6 +276,10 @@ class CinderBackend(Backend):
     def _scope(self, project_id: str) -> str:
         return f"{_SCHEME}:{self._cinder.endpoint}/{project_id}"
 
+    def scope_of_copies(self, gen: Generation) -> str:
+        # Made without the caller, and none of the tenant's business.
+        return self._scope(self._cinder.project_id)
+
     def _own(self, gen: Generation) -> str:
         """The project that the generation's volume is in.
 

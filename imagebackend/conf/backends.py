@@ -182,12 +182,6 @@ CINDER = [
         help="Reach block devices over all paths that there are.",
     ),
     cfg.StrOpt(
-        "root_helper",
-        default="sudo",
-        help="Command that runs another one as root, for os-brick, where this process "
-        "is not root itself.",
-    ),
-    cfg.StrOpt(
         "mount_path",
         help="Folder under which shares of file-based types are mounted. Unset: "
         "``mnt`` under ``[imagebackend] state_path``.",
