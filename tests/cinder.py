@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cloud import Cloud, User, user_of, wait
+
+#: Shares are mounted on this host: os-brick has to be root for that.
+MOUNTS = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")
+#: A volume type of each kind: in Ceph, and in files.
+TYPES = pytest.mark.parametrize(
+    "volume_type", ["rbd1", pytest.param("nfs1", marks=MOUNTS)]
+)
 
 
 @dataclass(frozen=True)
@@ -177,6 +186,3 @@ def unmount(folder: Path) -> None:
     for point in points:
         if point.startswith(f"{folder}/"):
             subprocess.run(["umount", point], check=True)
-
-
-__all__ = ["CinderUnderTest", "cinder_of_the_bed", "unmount"]

@@ -22,7 +22,7 @@ from imagebackend.testing.harness import Harness
 from imagebackend.testing.remote import Faults, SlowRemoteBackend
 from imagebackend.testing.suite import BackendSuite
 from tests.ceph import Ceph
-from tests.cinder import CinderUnderTest, unmount
+from tests.cinder import MOUNTS, CinderUnderTest, unmount
 
 
 class LocalHarness(Harness):
@@ -162,7 +162,7 @@ class CinderHarness(LocalHarness):
 
 
 class TestCinder(BackendSuite):
-    @pytest.fixture(params=["rbd1", "nfs1"])
+    @pytest.fixture(params=["rbd1", pytest.param("nfs1", marks=MOUNTS)])
     def harness(
         self,
         tmp_path: Path,

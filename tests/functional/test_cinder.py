@@ -32,7 +32,7 @@ from imagebackend.libvirt import secret
 from imagebackend.libvirt.guest import Guest
 from imagebackend.model import FileSource, NetworkSource, Severity
 from imagebackend.model import Path as Way
-from tests.cinder import CinderUnderTest, unmount
+from tests.cinder import MOUNTS, TYPES, CinderUnderTest, unmount
 from tests.cloud import Cloud, wait
 from tests.conftest import GiB, HostUnderTest, MiB, read_disk
 from tests.functional.test_glance import Images
@@ -40,8 +40,6 @@ from tests.functional.test_guest import larger, running
 from tests.functional.test_verbs import connected, with_root, write
 
 pytestmark = pytest.mark.timeout(300)
-
-TYPES = pytest.mark.parametrize("volume_type", ["rbd1", "nfs1"])
 
 
 @pytest.fixture
@@ -204,6 +202,7 @@ def test_flavors_of_one_host_go_to_two_storages_and_stay_there(
     assert host.objects() == []
 
 
+@MOUNTS
 @TYPES
 def test_each_disk_of_an_instance_may_have_a_type_of_its_own(
     host: HostUnderTest,
@@ -522,6 +521,7 @@ def test_a_snapshot_of_somebody_elses_keeps_the_volume(
     assert cinder.volumes() == []
 
 
+@MOUNTS
 def test_a_disk_may_be_the_base_of_another_in_another_type(
     host: HostUnderTest,
     manager: DiskManager,

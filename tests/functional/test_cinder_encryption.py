@@ -24,7 +24,7 @@ from imagebackend.libvirt.guest import Guest
 from imagebackend.model import Connection
 from imagebackend.model import Path as Way
 from imagebackend.qemu_img import image_opts
-from tests.cinder import CinderUnderTest
+from tests.cinder import MOUNTS, CinderUnderTest
 from tests.conftest import GiB, HostUnderTest, MiB
 from tests.functional import test_cinder
 from tests.functional.test_cinder import agree, of
@@ -37,7 +37,9 @@ pytestmark = pytest.mark.timeout(600)
 guest_image, images = test_cinder.guest_image, test_cinder.images
 manager = test_cinder.manager
 _cinder_host = test_cinder.host
-BACKENDS = pytest.mark.parametrize("backend", ["rbd1", "nfs1"])
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["rbd1", pytest.param("nfs1", marks=MOUNTS)]
+)
 
 
 @pytest.fixture
@@ -318,6 +320,7 @@ def test_what_only_a_kernel_decrypts_is_refused_before_anything_is_made(
         assert list(manager.list()) == [] and cinder.volumes() == []
 
 
+@MOUNTS
 @pytest.mark.parametrize(
     "name, kind",
     [("Forbidding", exc.ConfigError), ("Talkative", exc.StorageUnavailable)],

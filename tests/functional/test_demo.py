@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cinder import unmount
+from tests.cinder import MOUNTS, unmount
 from tests.conftest import HostUnderTest
 
 STEPS = [
@@ -32,7 +32,13 @@ def secrets() -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("where", ["qcow2", "raw", "rbd", "cinder rbd2", "cinder nfs2"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("qcow2", "raw", "rbd", "cinder rbd2"),
+        pytest.param("cinder nfs2", marks=MOUNTS),
+    ],
+)
 def test_the_demo_tells_its_story_and_leaves_nothing(
     request: pytest.FixtureRequest, host: HostUnderTest, where: str
 ) -> None:
