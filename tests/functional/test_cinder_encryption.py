@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from imagebackend import DiskManager, DiskSpec, UploadTarget, processes
+from imagebackend import DiskManager, DiskSpec, Lifecycle, UploadTarget, processes
 from imagebackend import exceptions as exc
 from imagebackend.backends.luks import secret_uuid
 from imagebackend.libvirt.connection import connect
@@ -27,7 +27,7 @@ from imagebackend.qemu_img import image_opts
 from tests.cinder import MOUNTS, CinderUnderTest
 from tests.conftest import GiB, HostUnderTest, MiB
 from tests.functional import test_cinder
-from tests.functional.test_cinder import agree, of
+from tests.functional.test_cinder import agree, of, option
 from tests.functional.test_glance import Images
 from tests.functional.test_guest import larger, nothing_wrong, running, sizes
 from tests.key_manager import PASSPHRASE
@@ -208,10 +208,17 @@ def test_what_this_host_writes_and_reads_is_encrypted_too(
         instance = host.instance(
             image=None, root_gb=0, imagebackend__volume_type=volume_type
         )
+        kept = Lifecycle.PERSISTENT
         disks = [
-            DiskSpec(name="mine", path=str(content), volume_type=volume_type),
             DiskSpec(
-                name="swap", size=MiB, fs="swap", volume_type=volume_type, label="x"
+                name="mine", path=str(content), volume_type=volume_type, lifecycle=kept
+            ),
+            DiskSpec(
+                name="swap",
+                size=MiB,
+                fs="swap",
+                volume_type=volume_type,
+                lifecycle=kept,
             ),
         ]
         manager.create(instance, disks)
@@ -225,16 +232,20 @@ def test_what_this_host_writes_and_reads_is_encrypted_too(
         assert found == "LUKS"
         # Out of it: into another kind of disk, whose bytes are plain.
         copy = host.instance(image=None, root_gb=0)
-        manager.create(copy, [DiskSpec(name="copy", base=disk.id, backend="raw")])
+        spec = DiskSpec(name="copy", base=disk.id, backend="raw", lifecycle=kept)
+        manager.create(copy, [spec])
         (plain,) = manager.connect(copy.id)
         with open(plain.source.path, "rb") as file:  # type: ignore[union-attr]
             assert file.read(2 * MiB) == content.read_bytes()
         nothing_wrong(manager)
         for each in (instance, copy):
             manager.destroy(each.id)
+        for gone in list(manager.list()):
+            manager.delete_disk(gone.id)
+        assert cinder.volumes() == []
     said = "".join([*started, caplog.text])
     assert "key-secret" in said and "memfd" not in said
-    stored = b"".join(path.read_bytes() for path in host.path.glob("*.sqlite*"))
+    stored = b"".join(path.read_bytes() for path in host.path.rglob("*.sqlite*"))
     assert stored and PASSPHRASE not in said
     assert PASSPHRASE.encode() not in stored
 
@@ -282,7 +293,7 @@ def test_an_encrypted_volume_is_filled_anew_in_place(
     images: Images,
     backend: str,
 ) -> None:
-    host.set("rebuild", "always", "cinder")
+    option(host, "rebuild", "always")
     first, second = (os.urandom(MiB) for _ in range(2))
     image, other = (
         images.upload(cinder.cloud.admin, data, visibility="public")
