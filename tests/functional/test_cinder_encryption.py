@@ -245,7 +245,9 @@ def test_what_this_host_writes_and_reads_is_encrypted_too(
         assert cinder.volumes() == []
     said = "".join([*started, caplog.text])
     assert "key-secret" in said and "memfd" not in said
-    stored = b"".join(path.read_bytes() for path in host.path.rglob("*.sqlite*"))
+    stored = b"".join(
+        path.read_bytes() for path in (host.path / "store").glob("*.sqlite*")
+    )
     assert stored and PASSPHRASE not in said
     assert PASSPHRASE.encode() not in stored
 
