@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import os
 import subprocess
@@ -21,11 +22,11 @@ from imagebackend import exceptions as exc
 from imagebackend.backends.luks import secret_uuid
 from imagebackend.libvirt.connection import connect
 from imagebackend.libvirt.guest import Guest
-from imagebackend.model import Connection
+from imagebackend.model import Connection, FileSource
 from imagebackend.model import Path as Way
 from imagebackend.qemu_img import image_opts
 from tests.cinder import MOUNTS, CinderUnderTest
-from tests.conftest import GiB, HostUnderTest, MiB
+from tests.conftest import GiB, HostUnderTest, MiB, read_disk
 from tests.functional import test_cinder
 from tests.functional.test_cinder import agree, of, option
 from tests.functional.test_glance import Images
@@ -261,29 +262,29 @@ def test_an_image_of_an_encrypted_disk_has_its_bytes(
     guest_image: str,
     backend: str,
 ) -> None:
-    admin = cinder.cloud.admin
-    running_, stopped = str(uuid.uuid4()), str(uuid.uuid4())
+    live, stopped = str(uuid.uuid4()), str(uuid.uuid4())
+    for each in (live, stopped):
+        images.expect(cinder.cloud.admin, each)
     with encrypted(cinder, backend) as volume_type:
         instance = host.instance(guest_image, imagebackend__volume_type=volume_type)
         manager.create(instance)
         with running(manager, instance) as guest:
             guest.command("write vda 100 1 kept")
-            wanted = guest.command("sum vda 100 1")
-            live = Guest.lookup(host.conf, instance.id)
-            images.expect(admin, running_)
-            manager.snapshot(instance.id, UploadTarget(running_, "qcow2"), live)
+            wanted = guest.command("sum vda 100 1").split()[1]
+            domain = Guest.lookup(host.conf, instance.id)
+            manager.snapshot(instance.id, UploadTarget(live, "qcow2"), domain)
             guest.poweroff()
-        images.expect(admin, stopped)
-        manager.snapshot(instance.id, UploadTarget(stopped, "qcow2"))
+        taken = [live]
+        # In Ceph, what was never written is noise, which takes its time.
+        if backend.startswith("nfs"):
+            manager.snapshot(instance.id, UploadTarget(stopped, "qcow2"))
+            taken.append(stopped)
         agree(host, manager)
-        for image, boots in ((running_, 2), (stopped, 2)):
-            copy = host.instance(image, root_gb=2)
-            manager.create(copy)
-            with running(manager, copy) as guest:
-                assert guest.report().boot == boots
-                assert guest.command("sum vda 100 1") == wanted
-                guest.poweroff()
-            manager.destroy(copy.id)
+        for image in taken:
+            path = host.path / image
+            cinder.cloud.admin.image.download_image(image, output=str(path))
+            data = read_disk(FileSource(str(path), "qcow2"), 100 * MiB, MiB)
+            assert hashlib.sha256(data).hexdigest() == wanted
         manager.destroy(instance.id)
 
 
