@@ -113,8 +113,13 @@ def attach(
     path = _brick(conf, options, info, "attach")
     if is_file(protocol):
         # Cinder makes an encrypted file as qcow2, and says that it is raw.
-        told = "qcow2" if info.get("encrypted") else info.get("format")
-        return FileSource(path, str(told or "raw"))
+        if info.get("encrypted"):
+            return FileSource(path, "qcow2")
+        told = str(info.get("format") or "raw")
+        # With a snapshot of somebody's the volume is a file on top of others.
+        if told == "qcow2":
+            return generic.qcow2_chain(path)
+        return FileSource(path, told)
     return BlockSource(path)
 
 

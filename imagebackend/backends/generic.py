@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from imagebackend import exceptions as exc
 from imagebackend import processes
-from imagebackend.model import Marker, Want
+from imagebackend.model import FileSource, Marker, Want
 
 #: File systems that a blank disk can have: program, arguments, Debian package.
 _MKFS: dict[str, tuple[Sequence[str], str, str, int]] = {
@@ -73,6 +73,65 @@ def refuse_fills(backend: str, want: Want, able: Sequence[str]) -> None:
             backend=backend,
             fill=want.fill,
         )
+
+
+def qcow2_chain(path: str) -> FileSource:
+    """A qcow2 file on a share, with the files of the same folder that it is based on.
+
+    Its header is the storage's, which made the file over another one; a guest writes
+    into what the header describes, and onto the file below no more.
+
+    :raises IntegrityError: the chain cannot be told without guessing.
+    """
+    chain = [(path, "qcow2")]
+    while chain[-1][1] == "qcow2":
+        told = _backing(chain[-1][0])
+        if told is None:
+            break
+        name, format_ = told
+        below = os.path.join(os.path.dirname(path), os.path.basename(name))
+        if below in (each for each, _ in chain) or format_ not in ("raw", "qcow2"):
+            raise exc.IntegrityError(
+                f"{chain[-1][0]} is based on {name!r} of format {format_!r}: that must "
+                f"be another file of the same folder, raw or qcow2",
+                path=path,
+            )
+        chain.append((below, format_))
+    source: FileSource | None = None
+    for each, format_ in reversed(chain):
+        source = FileSource(each, format_, source)
+    assert source is not None
+    return source
+
+
+#: Of a qcow2 file's header extension that has its backing file's format
+#: (docs/interop/qcow2.txt of QEMU).
+_BACKING_FORMAT = 0xE2792ACA
+
+
+def _backing(path: str) -> tuple[str, str] | None:
+    """Name and format of what a qcow2 file is based on, as its header has them."""
+    try:
+        with open(path, "rb") as file:
+            header = file.read(65536)
+    except OSError as error:
+        raise processes.space_error(error, path) from error
+    if header[:4] != b"QFI\xfb" or len(header) < 104:
+        raise exc.IntegrityError(f"{path} is no qcow2 file", path=path)
+    offset, size = struct.unpack(">QI", header[8:20])
+    if not offset:
+        return None
+    name = header[offset : offset + size].decode("utf-8", "backslashreplace")
+    (position,) = struct.unpack(">I", header[100:104])
+    while position + 8 <= min(offset, len(header)):
+        kind, length = struct.unpack(">II", header[position : position + 8])
+        if kind == 0:
+            break
+        value = header[position + 8 : position + 8 + length]
+        if kind == _BACKING_FORMAT:
+            return name, value.decode("ascii", "backslashreplace")
+        position += 8 + -(-length // 8) * 8
+    return name, ""
 
 
 def qemu_has_open(path: str) -> bool:

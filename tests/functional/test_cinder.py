@@ -763,3 +763,24 @@ def test_config_check_answers_an_operator(
     (line,) = [line for line in told.splitlines() if line.startswith("error")]
     assert "nowhere" in line and "no-such" in line
     assert cinder.service.options["password"] not in done.stdout + done.stderr
+
+
+@MOUNTS
+def test_a_volume_in_a_file_with_somebodys_snapshot_is_still_the_disk(
+    host: HostUnderTest,
+    manager: DiskManager,
+    cinder: CinderUnderTest,
+    guest_image: str,
+) -> None:
+    instance = host.instance(guest_image, imagebackend__volume_type="nfs1")
+    manager.create(instance)
+    volume = of(cinder, manager, instance.id)["id"]
+    cinder.action(volume, "os-reset_status", status="available")
+    cinder.snapshot(volume, "nightly")
+    cinder.action(volume, "os-reset_status", status="reserved")
+    with running(manager, instance) as guest:
+        assert guest.report().boot == 1
+        guest.poweroff()
+    with running(manager, instance) as guest:
+        assert guest.report().boot == 2
+        guest.poweroff()
