@@ -365,7 +365,7 @@ class CinderBackend(Backend):
                 f"made with the caller's credentials, and there are none",
                 backend=self.name,
             )
-        handle = {**_facts(fill), **gen.handle, "asked": True}
+        handle: dict[str, Any] = {**_facts(fill), **gen.handle, "asked": True}
         tries = 1 + self.options.create_retries
         for number in range(1, tries + 1):
             try:
@@ -379,11 +379,16 @@ class CinderBackend(Backend):
     def _create_once(
         self,
         gen: Generation,
-        handle: Handle,
+        handle: dict[str, Any],
         fill: Fill,
         record: Record,
         auth: Any,
     ) -> Creation:
+        def lost(when: float) -> None:
+            # What is tried next has it too: a volume may still come of this one.
+            handle["lost"] = when
+            record(handle)
+
         request = _Request(self, gen, fill, auth)
         present = self._find(gen) if "asked" in gen.handle else None
         with contextlib.ExitStack() as undo:
@@ -393,23 +398,21 @@ class CinderBackend(Backend):
             if present is None:
                 record(handle)
                 undo.callback(self._remove_made, gen, request)
-                present = request.send(lambda lost: record({**handle, "lost": lost}))
+                present = request.send(lost)
             volume_id = present["id"]
-            handle = {**handle, "volume": volume_id}
-            if request.lost:
-                handle["lost"] = request.lost
-            record(handle)
+            whole = {**handle, "volume": volume_id}
+            record(whole)
             present = self._available(present, request.timeout)
             if int(present["size"]) * GiB < gen.size:
                 self._extend(volume_id, gen.size // GiB)
                 present = self._available(present, self.options.operation_timeout)
             self._reserve(present, gen)
-            self._write(gen, handle, present, fill)
-            if request.lost:
+            self._write(gen, whole, present, fill)
+            if "lost" in whole:
                 self._drop_twins(gen, volume_id)
             undo.pop_all()
-        way = self._way(type(fill).__name__, _image_of(fill), handle)
-        return Creation(int(present["size"]) * GiB, "raw", way, handle)
+        way = self._way(type(fill).__name__, _image_of(fill), whole)
+        return Creation(int(present["size"]) * GiB, "raw", way, whole)
 
     def _available(self, volume: JSON, timeout: float) -> JSON:
         """Once it can be used. :raises _FailedError: it ended in an error."""
@@ -1335,9 +1338,6 @@ class _Request:
         self._gen = gen
         self._auth = auth
         self._arguments = self._of(fill)
-        #: When an answer was lost: since then there may be a volume that nobody knows
-        #: of, or come to be.
-        self.lost = 0.0
         self.volume_id = ""
 
     @property
@@ -1348,10 +1348,11 @@ class _Request:
             timeout += options.create_timeout_per_gb * self._arguments["size"]
         return timeout
 
-    def send(self, record: Callable[[float], None]) -> JSON:
+    def send(self, lost: Callable[[float], None]) -> JSON:
         """Ask for it once; after a lost answer, look before asking again.
 
-        :param record: when an answer was lost.
+        :param lost: is told when an answer was lost: since then there may be a volume
+            that nobody knows of, or come to be.
         """
         for last in reversed(range(_TRIES)):
             try:
@@ -1362,8 +1363,7 @@ class _Request:
                     auth=self._auth,
                 )
             except exc.StorageUnavailable:
-                self.lost = time.time()
-                record(self.lost)
+                lost(time.time())
                 if not last:
                     raise
                 time.sleep(_LOST_PAUSE)
