@@ -573,7 +573,7 @@ class Found:
     marker: Marker | None
     handle: Handle = field(default_factory=dict)
     allocated: int | None = None
-    parts: tuple[Handle, ...] = ()
+    parts: Sequence[Handle] = ()
 
 
 class Fenced(enum.StrEnum):

@@ -372,8 +372,8 @@ class CinderBackend(Backend):
                 return self._create_once(gen, handle, fill, record, caller)
             except _FailedError as error:
                 if number == tries:
-                    raise exc.StorageError(error.message, **error.values) from error
-                LOG.warning("%s: trying again", error.message)
+                    raise error.error from error
+                LOG.warning("%s: trying again", error)
         raise AssertionError("not reached")
 
     def _create_once(
@@ -421,13 +421,14 @@ class CinderBackend(Backend):
             if seen is None:
                 raise _FailedError(
                     f"backend {self.name!r}: volume {volume['id']} has gone while it "
-                    f"was being made"
+                    f"was being made",
+                    volume["id"],
                 )
             if seen["status"].startswith("error"):
                 raise _FailedError(
                     f"backend {self.name!r}: volume {volume['id']} could not be made: "
                     f"{self._cinder.reason(volume['id'])}",
-                    volume=volume["id"],
+                    volume["id"],
                 )
             return seen["status"] in ("available", "reserved", "in-use")
 
@@ -1324,8 +1325,15 @@ class CinderBackend(Backend):
             pause = min(1.5 * pause, self.options.poll_longest)
 
 
-class _FailedError(exc.StorageError):
-    """A volume ended in an error; another one may not."""
+class _FailedError(Exception):
+    """Within this module alone: a volume ended in an error, and another one may not.
+
+    :ivar error: what the caller is told, if none does.
+    """
+
+    def __init__(self, text: str, volume: str) -> None:
+        super().__init__(text)
+        self.error = exc.StorageError(text, volume=volume)
 
 
 class _Request:
