@@ -47,7 +47,7 @@ CALLS = (
 STEPS = (
     {}
     if "IMAGEBACKEND_KILL_EVERY" in os.environ
-    else {"pwrite64": 4, "sendmsg": 10, "sendto": 2}
+    else {"pwrite64": 4, "sendmsg": 10, "sendto": 4}
 )
 #: Where they are in Cinder: requests leave by it.
 CINDER_CALLS = ("sendto", "fsync,fdatasync")

@@ -238,8 +238,10 @@ def test_each_disk_of_an_instance_may_have_a_type_of_its_own(
     assert cinder.volumes() == []
 
 
-@TYPES
-@pytest.mark.parametrize("format_", ["raw", "qcow2"])
+@pytest.mark.parametrize(
+    ("volume_type", "format_"),
+    [("rbd1", "raw"), pytest.param("nfs1", "qcow2", marks=MOUNTS)],
+)
 def test_a_snapshot_is_an_image_with_the_disks_bytes(
     host: HostUnderTest,
     manager: DiskManager,

@@ -318,11 +318,11 @@ def _chosen(what: str, fault: Fault, turn: int, mine: bool) -> bool:
     :param mine: it is this request's turn to have the fault.
     """
     if fault is Fault.LOST:
-        return not reads(what) or turn % 3 == 0
+        return not reads(what) or turn % 9 == 0
     if fault in OF_CHANGES:
         # Of two requests for a new thing both may be carried out.
-        takes_turns = (Fault.SLOW, Fault.LATE)[turn % 2]
-        return what.startswith("POST ") and fault in (Fault.AFTER, takes_turns)
+        takes_turns = (Fault.SLOW, Fault.AFTER, Fault.LATE)[turn % 3]
+        return what.startswith("POST ") and fault is takes_turns
     return mine
 
 
@@ -417,7 +417,11 @@ def test_whatever_happens_to_a_request_rows_and_cinder_agree_in_the_end(
                 if not WRITE:
                     # What the page does not know must come out well all the same.
                     said = outcomes[step, fault]
-                    assert said in (found[step, fault], "?"), f"not as in {PAGE}"
+                    alike = {found[step, fault], "?"}
+                    if fault in OF_CHANGES:
+                        # Who met what came late is a matter of moments.
+                        alike |= {"done", "swept"}
+                    assert said in alike, f"not as in {PAGE}"
     finally:
         seconds = time.monotonic() - began
         SUMMARY.append(
