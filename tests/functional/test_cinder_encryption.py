@@ -38,9 +38,16 @@ pytestmark = pytest.mark.timeout(600)
 guest_image, images = test_cinder.guest_image, test_cinder.images
 manager = test_cinder.manager
 _cinder_host = test_cinder.host
-BACKENDS = pytest.mark.parametrize(
-    "backend", ["rbd1", pytest.param("nfs1", marks=MOUNTS)]
-)
+#: These take long: each is tried on one of the two kinds, unless all are asked for.
+EVERY = "IMAGEBACKEND_CINDER_EVERY" in os.environ
+
+
+def on(kind: str) -> pytest.MarkDecorator:
+    kinds = ("rbd1", "nfs1") if EVERY else (kind,)
+    return pytest.mark.parametrize(
+        "backend",
+        [pytest.param(each, marks=MOUNTS if each == "nfs1" else ()) for each in kinds],
+    )
 
 
 @pytest.fixture
@@ -124,7 +131,7 @@ def libvirt_has_key(host: HostUnderTest, volume_id: str) -> bool:
     return secret_uuid(volume_id) in [each.UUIDString() for each in found]
 
 
-@BACKENDS
+@on("rbd1")
 def test_a_guest_boots_from_an_encrypted_type_and_its_disk_grows_and_is_rebuilt(
     host: HostUnderTest,
     manager: DiskManager,
@@ -184,7 +191,7 @@ def test_a_guest_boots_from_an_encrypted_type_and_its_disk_grows_and_is_rebuilt(
         assert cinder.volumes() == [] and cinder.attachments() == []
 
 
-@BACKENDS
+@on("nfs1")
 def test_what_this_host_writes_and_reads_is_encrypted_too(
     host: HostUnderTest,
     manager: DiskManager,
@@ -253,7 +260,7 @@ def test_what_this_host_writes_and_reads_is_encrypted_too(
     assert PASSPHRASE.encode() not in stored
 
 
-@BACKENDS
+@on("rbd1")
 def test_an_image_of_an_encrypted_disk_has_its_bytes(
     host: HostUnderTest,
     manager: DiskManager,
@@ -288,7 +295,7 @@ def test_an_image_of_an_encrypted_disk_has_its_bytes(
         manager.destroy(instance.id)
 
 
-@BACKENDS
+@on("nfs1")
 def test_an_encrypted_volume_is_filled_anew_in_place(
     host: HostUnderTest,
     manager: DiskManager,
