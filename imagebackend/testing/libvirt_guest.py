@@ -38,6 +38,57 @@ _DOMAIN = """\
 """
 
 
+class _Terminal:
+    """The guest's serial line, as the terminal that QEMU made for it."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+        tty.setraw(self._fd)
+
+    def read(self) -> bytes:
+        try:
+            select.select([self._fd], [], [])
+            return os.read(self._fd, 65536)
+        except OSError:  # QEMU has gone
+            return b""
+
+    def write(self, data: bytes) -> None:
+        os.write(self._fd, data)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _Stream:
+    """The same through libvirt, for who is not root. On a connection of its own: a
+    read waits on it."""
+
+    def __init__(self, uri: str, uuid: str) -> None:
+        import libvirt
+
+        self._error = libvirt.libvirtError
+        self._connection = libvirt.open(uri)
+        self._stream = self._connection.newStream(0)
+        domain = self._connection.lookupByUUIDString(uuid)
+        domain.openConsole(None, self._stream, libvirt.VIR_DOMAIN_CONSOLE_FORCE)
+
+    def read(self) -> bytes:
+        try:
+            data: bytes = self._stream.recv(65536)
+        except self._error:
+            return b""
+        return data
+
+    def write(self, data: bytes) -> None:
+        self._stream.send(data)
+
+    def close(self) -> None:
+        with contextlib.suppress(self._error):
+            self._stream.abort()
+        with contextlib.suppress(self._error):
+            self._connection.close()
+
+
 class TestGuest:
     """A transient domain with the guest of :mod:`imagebackend.testing.guest_image`.
 
@@ -66,7 +117,7 @@ class TestGuest:
         self._memory = memory_mib
         self._connection: Any = None
         self._domain: Any = None
-        self._console: int | None = None
+        self._console: _Terminal | _Stream | None = None
         self._text = ""
         self._heard = threading.Condition()
 
@@ -179,8 +230,11 @@ class TestGuest:
         path = source.get("path") if source is not None else None
         if path is None:
             raise exc.HypervisorError(f"guest {self._name} has no serial console")
-        console = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-        tty.setraw(console)
+        console: _Terminal | _Stream
+        try:
+            console = _Terminal(path)
+        except PermissionError:
+            console = _Stream(self._uri, self.uuid)
         self._console = console
         threading.Thread(target=self._listen, args=(console,), daemon=True).start()
 
@@ -190,25 +244,21 @@ class TestGuest:
             if self._console is None:
                 raise self._is_off()
             start = len(self._text)
-            os.write(self._console, f"{line}\n".encode())
+            self._console.write(f"{line}\n".encode())
             return start
 
     def _is_off(self) -> exc.HypervisorError:
         return exc.HypervisorError(f"guest {self._name} is off", name=self._name)
 
-    def _listen(self, console: int) -> None:
+    def _listen(self, console: _Terminal | _Stream) -> None:
         while True:
-            try:
-                select.select([console], [], [])
-                data = os.read(console, 65536)
-            except OSError:  # QEMU has gone
-                data = b""
+            data = console.read()
             with self._heard:
                 self._text += data.decode(errors="replace").replace("\r", "")
                 if not data:
                     # With the lock: the number may be another file's right after.
                     self._console = None
-                    os.close(console)
+                    console.close()
                 self._heard.notify_all()
             if not data:
                 return
