@@ -80,7 +80,8 @@ class BareCinder:
             "instance_uuid": str(uuid.uuid4()),
             "connector": {"host": "bench", "platform": "x86_64", "os_type": "linux"},
         }
-        attachment = self._api.post("/attachments", json={"attachment": body}).json()
+        asked = self._api.post("/attachments", json={"attachment": body})
+        attachment = asked.json()["attachment"]
         self._api.post(
             f"/attachments/{attachment['id']}/action", json={"os-complete": {}}
         )
@@ -89,6 +90,9 @@ class BareCinder:
     def remove(self, volume: str, attachment: str) -> None:
         self._api.delete(f"/attachments/{attachment}")
         self._api.delete(f"/volumes/{volume}")
+        # Ours waits for that too; the next run is not to pay for it.
+        while self._api.get(f"/volumes/{volume}", raise_exc=False).status_code == 200:
+            time.sleep(_FIRST)
 
 
 @contextlib.contextmanager
@@ -120,7 +124,11 @@ def prepared(folder: Path) -> Iterator[tuple[BareCinder, BenchHost, str]]:
         name = os.environ.get("OS_CLOUD", "testbed-service")
         connection = openstack.connect(cloud=name)
         image = connection.image.create_image(
-            name="bench", data=os.urandom(16 << 20), disk_format="raw", wait=True
+            name="bench",
+            data=os.urandom(16 << 20),
+            disk_format="raw",
+            visibility="public",
+            wait=True,
         )
         login = connection.config.get_auth_args()
         auth = "auth_type = password\n" + "".join(
